@@ -1,0 +1,27 @@
+"""Triton where it is installed; elsewhere stand-ins that let the modules with kernels be imported.
+
+Without Triton (macOS, Windows) CPU tensors still work: no kernel is ever launched for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _NoTriton:
+        constexpr = object
+
+        @staticmethod
+        def jit(function: Any = None, **options: Any) -> Any:
+            return function if function is not None else (lambda decorated: decorated)
+
+    triton = tl = _NoTriton()  # type: ignore[assignment]
+
+__all__ = ["HAS_TRITON", "tl", "triton"]

@@ -1,0 +1,107 @@
+"""grad_output -> transpose -> classify -> short_run | grad_accum + apply -> weights and optimizer state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fbtriton import reference
+from fbtriton.backward.classify import classify, max_pieces
+from fbtriton.backward.long_run import apply, grad_accum
+from fbtriton.backward.sample_weights import sample_weights_grad
+from fbtriton.backward.short_run import short_run
+from fbtriton.backward.transpose import transpose
+from fbtriton.config import select_long_run, uses_kernels
+from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.optim import OptimizerStates
+
+
+def with_unit_columns(grad_output: Tensor) -> Tensor:
+    """Kernels take any stride between rows; columns must be neighbours, so other gradients are copied."""
+    return grad_output if grad_output.stride(1) == 1 else grad_output.contiguous()
+
+
+def backward(
+    *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
+    bags: Bags, batch_size: int, needs_sample_weights_grad: bool, spec: OperatorSpec,
+) -> Tensor | None:  # fmt: skip
+    """Update weights and states in place; returns the gradient of the per-sample weights if it is needed."""
+    if not uses_kernels(weights.device):
+        return reference.backward(
+            grad_output=grad_output,
+            weights=weights,
+            states=states,
+            seed_and_step=seed_and_step,
+            stamp=stamp,
+            bags=bags,
+            batch_size=batch_size,
+            needs_sample_weights_grad=needs_sample_weights_grad,
+            spec=spec,
+        )
+    if batch_size == 0 or bags.indices.numel() == 0:
+        return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
+
+    grad_output = with_unit_columns(grad_output)
+    buckets = spec.layout.buckets
+    grad_alignments = [math.gcd(bucket.column_alignment, grad_output.stride(0)) for bucket in buckets]
+    sample_grad = None
+    if needs_sample_weights_grad:
+        sample_grad = sample_weights_grad(
+            weights=weights,
+            bags=bags,
+            batch_size=batch_size,
+            grad_output=grad_output,
+            grad_alignments=grad_alignments,
+            spec=spec,
+        )
+
+    long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
+    threshold, piece_length = long_runs[0].threshold, long_runs[0].piece_length
+    runs = transpose(bags=bags, batch_size=batch_size, grad_output=grad_output, spec=spec)
+    pieces = classify(
+        runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec
+    )
+    partials = grad_output.new_empty(
+        max_pieces(bags.indices.numel(), threshold), max(spec.layout.dims), dtype=torch.float32
+    )
+    optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
+    for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
+        short_run(
+            weights=weights,
+            states=optimizer_states,
+            stamp=stamp,
+            grad_output=grad_output,
+            grad_alignment=grad_alignments[number],
+            runs=runs,
+            pieces=pieces,
+            bucket=bucket,
+            bucket_number=number,
+            threshold=threshold,
+            spec=spec,
+        )
+        if partials.shape[0] == 0:
+            continue
+        grad_accum(
+            partials=partials,
+            grad_output=grad_output,
+            grad_alignment=grad_alignments[number],
+            runs=runs,
+            pieces=pieces,
+            bucket=bucket,
+            bucket_number=number,
+            config=long_run,
+        )
+        apply(
+            weights=weights,
+            states=optimizer_states,
+            stamp=stamp,
+            partials=partials,
+            pieces=pieces,
+            bucket=bucket,
+            bucket_number=number,
+            config=long_run,
+            spec=spec,
+        )
+    return sample_grad

@@ -1,0 +1,32 @@
+"""Device functions: sum the gradients of runs, and update their rows."""
+
+from __future__ import annotations
+
+from fbtriton._triton import tl, triton
+from fbtriton.rows import load_tile, scale_rows, store_rows
+
+
+@triton.jit
+def sum_gradients(
+    grad_ptr, runs, start, length,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Sum length[r] sorted entries from start[r] on, one after the other. start, length [R] -> [R, BLOCK_D] fp32"""
+    total = tl.zeros([start.shape[0], BLOCK_D], tl.float32)
+    for step in range(0, tl.max(length)):
+        slot = start + step  # [R]
+        live = step < length
+        offset = tl.load(runs.grad_offsets + slot, mask=live, other=0).to(tl.int64)
+        tile = load_tile(grad_ptr, tl.multiple_of(offset, [GRAD_ALIGNMENT]), live, DIM, BLOCK_D)
+        total += scale_rows(tile, runs.entry_scales, slot, live)
+    return total
+
+
+@triton.jit
+def update_rows(
+    weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
+    UPDATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """One optimizer step for a tile of rows. weight, grad [R, BLOCK_D] fp32; weight_offset, state_row, live [R]"""
+    updated = UPDATE(weight, grad, state, states, state_row, live, stamp_ptr, DIM)
+    store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)

@@ -1,0 +1,138 @@
+"""What a kernel is launched with: the target GPU, frozen configurations, and how tests force one.
+
+`select_*` are pure functions of the target and of shapes; nothing is tuned inside a user's training step. There is
+one row for every GPU so far, `DEFAULT`; rows for a GPU come with the measurement that justifies them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+
+from fbtriton._triton import HAS_TRITON
+
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel runs on."""
+
+    name: str
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class EntryConfig:
+    """Kernels that work on entries, runs or bags as integers, not on rows."""
+
+    block: int = 256  # entries of one step
+    bags_per_program: int = 32
+    entries_per_bag: int = 8  # of one step
+    num_warps: int = 4
+    programs_per_multiprocessor: int = 8
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """The generic forward: one bag a program."""
+
+    rows_per_step: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class ShortRunConfig:
+    """Runs below the threshold: a tile of runs a step."""
+
+    runs_per_tile: int
+    num_warps: int
+    programs_per_multiprocessor: int = 16
+
+
+@dataclass(frozen=True)
+class LongRunConfig:
+    """Long runs: pieces of fixed length, then the sum of their partial gradients."""
+
+    threshold: int = 32  # entries from which a run is long
+    piece_length: int = 64  # at least the threshold: it bounds the number of pieces by N / threshold
+    rows_per_step: int = 8
+    num_warps: int = 1
+    programs_per_multiprocessor: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step:
+            raise ValueError(
+                "LongRunConfig needs 1 <= threshold <= piece_length and piece_length a multiple of rows_per_step,"
+                f" got {self}"
+            )
+
+
+@dataclass(frozen=True)
+class ForcedConfig:
+    """None = selected from the shapes."""
+
+    entry: EntryConfig | None = None
+    gather: GatherConfig | None = None
+    short_run: ShortRunConfig | None = None
+    long_run: LongRunConfig | None = None
+
+
+_forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())
+
+
+@contextlib.contextmanager
+def force_config(**configs: EntryConfig | GatherConfig | ShortRunConfig | LongRunConfig) -> Iterator[None]:
+    """Use the given configurations in this context, for tests and benchmarks: `force_config(gather=...)`."""
+    token = _forced.set(replace(_forced.get(), **configs))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Target(properties.name, properties.multi_processor_count)
+    return Target("interpreter", 1)  # few programs, so that every loop over a fixed grid takes several steps
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Kernels run on GPU tensors, and on CPU tensors under TRITON_INTERPRET=1; otherwise the reference runs."""
+    return device.type != "cpu" or INTERPRET
+
+
+def _warps_for(block_dim: int) -> int:
+    return max(1, min(8, block_dim // 512))
+
+
+def select_entry() -> EntryConfig:
+    return _forced.get().entry or EntryConfig()
+
+
+def select_gather(block_dim: int) -> GatherConfig:
+    rows = max(1, min(32, 1024 // block_dim))
+    return _forced.get().gather or GatherConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+
+
+def select_short_run(block_dim: int) -> ShortRunConfig:
+    runs = max(1, min(32, 512 // block_dim))
+    return _forced.get().short_run or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
+
+
+def select_long_run(block_dim: int) -> LongRunConfig:
+    rows = max(1, min(16, 1024 // block_dim))
+    return _forced.get().long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+
+
+def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:
+    """Programs that loop over a count known on the device only; never more than could have work."""
+    return (max(1, min(target.multiprocessors * programs_per_multiprocessor, upper_bound)),)

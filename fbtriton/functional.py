@@ -1,0 +1,235 @@
+"""The operator as ops and one function: validate -> bounds check -> forward, with the backward tied in.
+
+The ops are declared with `torch.library.Library.define`. The backward's schema says that it writes weights, states
+and seed_and_step; those writes bump no version counter, so two forwards may precede a backward. What the update
+needs from the time of the forward (learning rate, step, seed) travels in the stamp that the forward returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fbtriton import bounds_check as bounds
+from fbtriton import reference
+from fbtriton.backward import backward
+from fbtriton.config import uses_kernels
+from fbtriton.forward import forward
+from fbtriton.layout import Bags, OperatorSpec
+
+_library = torch.library.Library("fbtriton", "DEF")
+_library.define(
+    "check_bounds(Tensor indices, Tensor offsets, Tensor(a!) report, str spec) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
+    " Tensor indices, Tensor offsets, Tensor? sample_weights, str spec) -> (Tensor output, Tensor stamp)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "embedding_bags_backward(Tensor grad_output, Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) seed_and_step,"
+    " Tensor stamp, Tensor indices, Tensor offsets, Tensor? sample_weights, bool needs_sample_weights_grad, str spec)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _batch_size(offsets: Tensor, spec: OperatorSpec) -> int:
+    return (offsets.numel() - 1) // len(spec.feature_tables)
+
+
+def _check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: str) -> Tensor:
+    parsed = OperatorSpec.from_json(spec)
+    check = bounds.bounds_check if uses_kernels(indices.device) else reference.bounds_check
+    return check(
+        indices=indices, offsets=offsets, report=report, batch_size=_batch_size(offsets, parsed), spec=parsed
+    )
+
+
+def _embedding_bags(
+    anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parsed = OperatorSpec.from_json(spec)
+    return forward(
+        weights=weights,
+        hyperparameters=hyperparameters,
+        seed_and_step=seed_and_step,
+        bags=Bags(indices, offsets, sample_weights),
+        batch_size=_batch_size(offsets, parsed),
+        spec=parsed,
+    )
+
+
+def _embedding_bags_backward(
+    grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, needs_sample_weights_grad: bool, spec: str,
+) -> Tensor:  # fmt: skip
+    parsed = OperatorSpec.from_json(spec)
+    sample_weights_grad = backward(
+        grad_output=grad_output,
+        weights=weights,
+        states=states,
+        seed_and_step=seed_and_step,
+        stamp=stamp,
+        bags=Bags(indices, offsets, sample_weights),
+        batch_size=_batch_size(offsets, parsed),
+        needs_sample_weights_grad=needs_sample_weights_grad,
+        spec=parsed,
+    )
+    return stamp.new_empty(0, dtype=torch.float32) if sample_weights_grad is None else sample_weights_grad
+
+
+_library.impl("check_bounds", _check_bounds, "CompositeExplicitAutograd")
+_library.impl("embedding_bags", _embedding_bags, "CompositeExplicitAutograd")
+_library.impl("embedding_bags_backward", _embedding_bags_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fbtriton::check_bounds", lib=_library)
+def _fake_check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(offsets)
+
+
+@torch.library.register_fake("fbtriton::embedding_bags", lib=_library)
+def _fake_embedding_bags(
+    anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, sample_weights, spec
+):  # fmt: skip
+    parsed = OperatorSpec.from_json(spec)
+    shape = (_batch_size(offsets, parsed), parsed.layout.columns[-1])
+    output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
+    return output, seed_and_step.new_empty(2 + hyperparameters.numel())
+
+
+@torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
+def _fake_embedding_bags_backward(
+    grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, needs_sample_weights_grad, spec
+):  # fmt: skip
+    size = indices.numel() if needs_sample_weights_grad else 0
+    return stamp.new_empty(size, dtype=torch.float32)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, weights, states, _, seed_and_step, indices, offsets, sample_weights, spec = inputs
+    _, stamp = output
+    ctx.mark_non_differentiable(stamp)
+    ctx.set_materialize_grads(False)
+    ctx.spec = spec
+    ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
+    weights, seed_and_step, stamp, indices, offsets, sample_weights, *states = ctx.saved_tensors
+    sample_grad = None
+    if grad_output is not None:
+        needed = ctx.needs_input_grad[7]
+        result = torch.ops.fbtriton.embedding_bags_backward(
+            grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, needed, ctx.spec
+        )
+        sample_grad = result if needed else None
+    return None, None, [None] * len(states), None, None, None, None, sample_grad, None
+
+
+torch.library.register_autograd(
+    "fbtriton::embedding_bags", _differentiate, setup_context=_save_for_backward, lib=_library
+)
+
+
+def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.device, num_features: int) -> None:
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {list(tensor.shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device} like the weights, got {tensor.device}")
+    if offsets.numel() % num_features != 1 % num_features or offsets.numel() == 0:
+        raise ValueError(
+            f"offsets must have F * B + 1 elements with F = {num_features} features, got {offsets.numel()}"
+        )
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.numel() > torch.iinfo(torch.int32).max:
+            raise ValueError(f"{name} must have fewer than 2^31 elements, got {tensor.numel()}")
+
+
+def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:
+    if not sample_weights.dtype.is_floating_point:
+        raise ValueError(f"per_sample_weights must be of a floating-point dtype, got {sample_weights.dtype}")
+    if sample_weights.shape != indices.shape:
+        raise ValueError(
+            f"per_sample_weights must have the shape of indices, {list(indices.shape)},"
+            f" got {list(sample_weights.shape)}"
+        )
+    if sample_weights.device != indices.device:
+        raise ValueError(f"per_sample_weights must be on {indices.device} like indices, got {sample_weights.device}")
+
+
+def table_batched_embedding_bags(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None = None,
+    *,
+    spec: OperatorSpec,
+    states: list[Tensor],
+    hyperparameters: Tensor,
+    seed_and_step: Tensor,
+    anchor: Tensor,
+    bounds_report: Tensor,
+) -> Tensor:
+    """Pool the rows of many tables; the backward updates them in place with a fused optimizer.
+
+        output[b, columns of feature f] = sum (or mean) over e in bag (f, b) of w_e * table[f][indices[e]]
+
+    with w_e = 1 without per_sample_weights; a mean divides by the number of ids in the bag. Accumulation is fp32.
+    `TableBatchedEmbeddingBags` is a shell around this function that owns the tensors.
+
+    Args:
+        weights: all tables, flat, laid out by `spec.layout` (`weight_offsets`), dtype `spec.weights_dtype`.
+        indices: [N] int32 or int64. -1 is a pruned entry: it adds zero and trains nothing, but counts in a mean.
+            Entries past offsets[-1] are padding.
+        offsets: [F * B + 1] int32 or int64, feature-major.
+        per_sample_weights: [N] floating point, optional; differentiable.
+        spec: what is fixed: tables, pooling, dtypes, optimizer.
+        states: the optimizer's state tensors, fp32, [rows of all tables] each.
+        hyperparameters: fp32 device tensor; learning rate first. Read by the forward, so a backward uses what was
+            set when its forward ran.
+        seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
+        anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
+        bounds_report: int64 [6] device tensor, see `fbtriton.bounds_check`.
+
+    Returns:
+        [B, sum of feature dims] of `spec.output_dtype`.
+
+    Mutates:
+        bounds_report in the forward (mode "warning"); weights, states and the step in the backward. The caller's
+        indices, offsets and per_sample_weights are never written.
+
+    Raises:
+        ValueError: a tensor has a wrong dtype, shape or device; in bounds check mode "fatal" on a CPU also a bad id
+            or offset (a CUDA device stops with a device assertion).
+
+    Does not synchronise with the device.
+    """
+    _check_ids_and_offsets(indices, offsets, weights.device, len(spec.feature_tables))
+    if weights.dtype != spec.torch_weights_dtype:
+        raise ValueError(f"weights must be {spec.torch_weights_dtype}, as constructed, got {weights.dtype}")
+    if per_sample_weights is not None:
+        _check_sample_weights(per_sample_weights, indices)
+        per_sample_weights = per_sample_weights.float().contiguous()
+    text = spec_json(spec)
+    indices, offsets = indices.contiguous(), offsets.contiguous()
+    if spec.bounds_check != "off":
+        offsets = torch.ops.fbtriton.check_bounds(indices, offsets, bounds_report, text)
+    output, _ = torch.ops.fbtriton.embedding_bags(
+        anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, text
+    )
+    return output
+
+
+@functools.cache
+def spec_json(spec: OperatorSpec) -> str:
+    return spec.to_json()

@@ -1,0 +1,301 @@
+"""Where everything lies: tables in the flat weights, features in the output, rows in the key space.
+
+The host side (`OperatorSpec`, `TableLayout`, `Bucket`) is plain immutable Python. The device side is the
+NamedTuples that kernels take: they hold tensors and None only, so that launching with them costs no more than
+with the flat list of pointers.
+
+Worked example: tables A (3 rows, dim 4), B (2 rows, dim 1), C (5 rows, dim 4), fp32, features -> [A, B, C, A]:
+
+    weight_offsets   A 0, B 12, C 16     elements; B's 2 elements are padded to 16 bytes
+    state_bases      A 0, B 3, C 5       rows before the table
+    columns          0, 4, 5, 9          first output column of each feature; 13 columns
+    buckets          dim 1: table B, feature 1;  dim 4: tables A and C, features 0, 2 and 3
+    key_bases        B 0, A 2, C 5       bucket by bucket, so the sorted keys of a bucket are one range
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_ALIGNMENT_BYTES = 16  # the widest load of one lane
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table.
+
+    Args:
+        rows: number of rows, at least 0.
+        dim: elements in a row, at least 1; multiples of 4 are fast, others are correct.
+        name: shown in messages.
+
+    Raises:
+        ValueError: rows or dim is not an integer in range.
+    """
+
+    rows: int
+    dim: int
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("rows", 0), ("dim", 1)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{field} of table {self.name!r} must be an integer >= {least}, got {value!r}")
+
+
+class FeatureTables(NamedTuple):
+    """For each feature, where its table lies. Device tensors, all [F] int64."""
+
+    rows: Tensor  # rows of the table
+    weight_offset: Tensor  # element of the flat weights where the table starts
+    column: Tensor  # first column of the feature in the output
+    key_base: Tensor  # key of row 0 of the table
+
+
+class KeyTables(NamedTuple):
+    """For each table in the order of the keys, how a key becomes a row. Device tensors, all [T] int64."""
+
+    key_base: Tensor  # ascending; the table of a key is the last one with key_base <= key
+    weight_offset: Tensor  # element of the flat weights where the table starts
+    state_base: Tensor  # row of the row-wise optimizer state where the table starts
+    dim: Tensor  # elements in a row
+
+
+class Bags(NamedTuple):
+    """The ids of a batch. Feature-major: bag f * B + b holds the ids of sample b in feature f."""
+
+    indices: Tensor  # [N] int32 | int64
+    offsets: Tensor  # [F * B + 1] int32 | int64; bag i owns indices[offsets[i]:offsets[i + 1]]
+    sample_weights: Tensor | None  # [N] fp32; None = unweighted, compiled out
+
+
+class SortedRuns(NamedTuple):
+    """The entries of a batch grouped by row. A run is all entries of one row.
+
+    Example, keys of the entries [7, 2, 7, 9, 2], every bag one entry:
+
+        sorted keys        2 2 7 7 9      order of the entries 1 4 0 2 3
+        num_runs           3
+        run_keys           2, 7, 9        rows in bucket-major order
+        run_starts         0, 2, 4, 5     run r owns the sorted entries run_starts[r]:run_starts[r + 1]
+
+    Entries that train nothing (pruned ids, padding) have the largest key and belong to no run.
+    Arrays are sized for N runs; what lies past num_runs is undefined.
+    """
+
+    num_runs: Tensor  # [1] int32
+    run_keys: Tensor  # [N] int32 | int64, ascending
+    run_starts: Tensor  # [N + 1] int32
+    grad_offsets: Tensor  # [N] int32 | int64; first element of grad_output for each sorted entry
+    entry_scales: Tensor | None  # [N] fp32; factor of each sorted entry's gradient; None = 1
+
+
+class RunPieces(NamedTuple):
+    """Where each run's row lies, and how long runs are cut into pieces of equal length.
+
+    Runs of at least the threshold are long. Example, threshold 3, pieces of 4, runs of 2, 9 and 3 entries:
+
+        piece_starts   0, 0, 3, 4         run r owns the pieces piece_starts[r]:piece_starts[r + 1]
+        piece_runs     1, 1, 1, 2
+    """
+
+    weight_offsets: Tensor  # [N] int64; first element of the run's row in the flat weights
+    state_rows: Tensor  # [N] int64; the run's row in row-wise optimizer state
+    piece_starts: Tensor  # [N + 1] int32
+    piece_runs: Tensor  # [max_pieces] int32
+    bucket_runs: Tensor  # [buckets + 1] int32; bucket b owns the runs bucket_runs[b]:bucket_runs[b + 1]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tables of one dim: one launch of each kernel that works on rows."""
+
+    dim: int
+    features: tuple[int, ...]
+    tables: tuple[int, ...]
+    row_alignment: int  # elements; every row of the bucket starts at a multiple of it
+    column_alignment: int  # elements; every output row segment starts at a multiple of it
+
+    @property
+    def block_dim(self) -> int:
+        """Columns of a tile: the next power of two."""
+        return 1 << (self.dim - 1).bit_length()
+
+
+def _exclusive_sums(values: list[int]) -> list[int]:
+    sums = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Offsets of tables and features. All derived values are computed once and cached."""
+
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    feature_tables: tuple[int, ...]
+    itemsize: int  # bytes of one weight
+
+    @property
+    def table_alignment(self) -> int:
+        """Elements; every table starts at a multiple of it."""
+        return ROW_ALIGNMENT_BYTES // self.itemsize
+
+    @functools.cached_property
+    def weight_offsets(self) -> list[int]:
+        """[T + 1] elements; each table starts at a multiple of 16 bytes, the last entry is the size of all."""
+        unit = self.table_alignment
+        sizes = [rows * dim for rows, dim in zip(self.rows, self.dims, strict=True)]
+        return _exclusive_sums([-(-size // unit) * unit for size in sizes])
+
+    @functools.cached_property
+    def state_bases(self) -> list[int]:
+        """[T + 1] rows before each table; the last entry is the number of all rows."""
+        return _exclusive_sums(list(self.rows))
+
+    @functools.cached_property
+    def columns(self) -> list[int]:
+        """[F + 1] first output column of each feature; the last entry is the number of columns."""
+        return _exclusive_sums([self.dims[table] for table in self.feature_tables])
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """One bucket for each distinct dim that a feature uses, ascending."""
+        return tuple(self._bucket(dim) for dim in sorted(set(self.dims)))
+
+    def _bucket(self, dim: int) -> Bucket:
+        features = tuple(f for f, table in enumerate(self.feature_tables) if self.dims[table] == dim)
+        return Bucket(
+            dim=dim,
+            features=features,
+            tables=tuple(table for table, table_dim in enumerate(self.dims) if table_dim == dim),
+            row_alignment=math.gcd(dim, self.table_alignment),
+            column_alignment=math.gcd(self.columns[-1], *(self.columns[f] for f in features)),
+        )
+
+    @functools.cached_property
+    def key_order(self) -> list[int]:
+        """[T] the tables in the order of their keys: bucket by bucket."""
+        return [table for bucket in self.buckets for table in bucket.tables]
+
+    @functools.cached_property
+    def key_bases(self) -> list[int]:
+        """[T] key of row 0 of each table."""
+        bases = _exclusive_sums([self.rows[table] for table in self.key_order])
+        by_table = dict(zip(self.key_order, bases, strict=False))
+        return [by_table[table] for table in range(len(self.rows))]
+
+    @property
+    def no_key(self) -> int:
+        """The key of entries that train nothing: one past the last row's."""
+        return self.state_bases[-1]
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        return torch.int32 if self.no_key <= torch.iinfo(torch.int32).max else torch.int64
+
+    @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
+    def on_device(self, device: torch.device) -> DeviceLayout:
+        """The layout as device tensors. Copies on the first call for a device, so call it before a capture."""
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def per_feature(values: list[int]) -> Tensor:
+            return tensor([values[table] for table in self.feature_tables])
+
+        def per_key_table(values: list[int]) -> Tensor:
+            return tensor([values[table] for table in self.key_order])
+
+        bucket_rows = [sum(self.rows[table] for table in bucket.tables) for bucket in self.buckets]
+        return DeviceLayout(
+            features=FeatureTables(
+                rows=per_feature(list(self.rows)),
+                weight_offset=per_feature(self.weight_offsets),
+                column=tensor(self.columns[:-1]),
+                key_base=per_feature(self.key_bases),
+            ),
+            key_tables=KeyTables(
+                key_base=per_key_table(self.key_bases),
+                weight_offset=per_key_table(self.weight_offsets),
+                state_base=per_key_table(self.state_bases),
+                dim=per_key_table(list(self.dims)),
+            ),
+            bucket_features=tuple(tensor(list(bucket.features)) for bucket in self.buckets),
+            bucket_keys=tensor(_exclusive_sums(bucket_rows)),
+        )
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """The device tensors of a `TableLayout`."""
+
+    features: FeatureTables
+    key_tables: KeyTables
+    bucket_features: tuple[Tensor, ...]  # for each bucket [n] int64, its features
+    bucket_keys: Tensor  # [buckets + 1] int64; bucket b owns the keys bucket_keys[b]:bucket_keys[b + 1]
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """Everything about the operator that is fixed at construction, in a form that hashes and prints as JSON.
+
+    Ops take it as a string: it costs the dispatcher nothing, survives pickling, `torch.compile` and export,
+    and names the operator completely.
+
+    Args:
+        tables: (rows, dim) of each table.
+        feature_tables: the table of each feature.
+        pooling: "sum" or "mean".
+        weights_dtype, output_dtype: "float32", "float16" or "bfloat16".
+        optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
+        stochastic_rounding: round updated fp16 and bf16 rows stochastically.
+        bounds_check: "off", "ignore", "warning" or "fatal".
+    """
+
+    tables: tuple[tuple[int, int], ...]
+    feature_tables: tuple[int, ...]
+    pooling: str
+    weights_dtype: str
+    output_dtype: str
+    optimizer: str
+    stochastic_rounding: bool
+    bounds_check: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.cache
+    def from_json(text: str) -> OperatorSpec:
+        fields = json.loads(text)
+        fields["tables"] = tuple((rows, dim) for rows, dim in fields["tables"])
+        fields["feature_tables"] = tuple(fields["feature_tables"])
+        return OperatorSpec(**fields)
+
+    @functools.cached_property
+    def layout(self) -> TableLayout:
+        rows, dims = zip(*self.tables, strict=True)
+        return TableLayout(rows, dims, self.feature_tables, self.torch_weights_dtype.itemsize)
+
+    @property
+    def torch_weights_dtype(self) -> torch.dtype:
+        return getattr(torch, self.weights_dtype)
+
+    @property
+    def torch_output_dtype(self) -> torch.dtype:
+        return getattr(torch, self.output_dtype)
+
+    @property
+    def mean(self) -> bool:
+        return self.pooling == "mean"

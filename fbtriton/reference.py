@@ -1,0 +1,203 @@
+"""The whole operator in plain PyTorch with fp64 accumulation: what CPU tensors run, and the oracle of every kernel.
+
+Each function does one stage the obvious way. It works on any device, and waits for it freely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.optim import OPTIMIZERS, read_stamp
+from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
+
+
+class FeatureEntries(NamedTuple):
+    """The entries of one feature that take part: not pruned, not padding."""
+
+    feature: int
+    table: int
+    columns: slice  # of the output
+    positions: Tensor  # [n] where each entry lies in the indices
+    samples: Tensor  # [n]
+    rows: Tensor  # [n] int64, repaired
+    scales: Tensor  # [n] fp64, per-sample weight, divided by the bag's length if pooling is "mean"
+
+
+def bounds_check(
+    *, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec
+) -> Tensor:
+    """The repaired offsets; counts into report in mode "warning", raises ValueError in mode "fatal"."""
+    num_entries = indices.numel()
+    given = offsets.to(torch.int64)
+    repaired = given.clamp(0, num_entries)
+    repaired[0] = 0
+    repaired = repaired.cummax(0).values
+    bad_offsets = (repaired != given).nonzero().flatten()
+    mode = spec.bounds_check
+    if mode == "fatal" and bad_offsets.numel():
+        bag = int(bad_offsets[0])
+        raise ValueError(
+            f"offsets must start at 0, not decrease and stay within the {num_entries} indices,"
+            f" got offsets[{bag}] = {int(given[bag])}"
+        )
+    if mode in ("warning", "fatal"):
+        bad = [_bad_ids(feature, indices, repaired, batch_size, spec) for feature in range(len(spec.feature_tables))]
+        positions = torch.cat(bad)
+        if positions.numel():
+            position = int(positions.min())
+            bag = int(torch.searchsorted(repaired, position, right=True)) - 1
+            feature, sample, bad_id = bag // batch_size, bag % batch_size, int(indices[position])
+            if mode == "fatal":
+                table_rows = spec.tables[spec.feature_tables[feature]][0]
+                raise ValueError(
+                    f"indices of feature {feature} must be in [0, {table_rows}) or -1, got {bad_id} in sample {sample}"
+                )
+            if not report[5]:
+                report[2:] = torch.tensor([feature, sample, bad_id, 1], device=report.device)
+        report[0] += positions.numel()
+        report[1] += bad_offsets.numel()
+    return repaired.to(offsets.dtype)
+
+
+def _bad_ids(feature: int, indices: Tensor, offsets: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
+    """Positions of one feature's ids that are out of range."""
+    begin, end = int(offsets[feature * batch_size]), int(offsets[(feature + 1) * batch_size])
+    ids = indices[begin:end]
+    rows = spec.tables[spec.feature_tables[feature]][0]
+    return begin + ((ids != -1) & ((ids < 0) | (ids >= rows))).nonzero().flatten()
+
+
+def features_of(*, bags: Bags, batch_size: int, spec: OperatorSpec) -> Iterator[FeatureEntries]:
+    """Every feature with its entries, ids repaired: out of range means row 0, -1 takes no part."""
+    layout = spec.layout
+    num_entries = bags.indices.numel()
+    offsets = bags.offsets.to(torch.int64).clamp(0, num_entries)
+    for feature, table in enumerate(spec.feature_tables):
+        bounds = offsets[feature * batch_size : (feature + 1) * batch_size + 1]
+        lengths = (bounds[1:] - bounds[:-1]).clamp_min(0)
+        samples = torch.repeat_interleave(torch.arange(batch_size, device=offsets.device), lengths)
+        before = torch.cumsum(lengths, 0) - lengths
+        positions = torch.arange(samples.numel(), device=offsets.device) + (bounds[:-1] - before)[samples]
+        rows = bags.indices[positions].to(torch.int64)
+        live = (rows != -1) & (layout.rows[table] > 0)
+        positions, samples, rows = positions[live], samples[live], rows[live]
+        scales = torch.ones(rows.shape, dtype=torch.float64, device=rows.device)
+        if bags.sample_weights is not None:
+            scales = bags.sample_weights[positions].double()
+        if spec.mean:
+            scales = scales / lengths[samples]
+        yield FeatureEntries(
+            feature=feature,
+            table=table,
+            columns=slice(layout.columns[feature], layout.columns[feature + 1]),
+            positions=positions,
+            samples=samples,
+            rows=torch.where((rows >= 0) & (rows < layout.rows[table]), rows, 0),
+            scales=scales,
+        )
+
+
+def table_views(weights: Tensor, spec: OperatorSpec) -> list[Tensor]:
+    """Views [rows, dim] of the flat weights, one for each table."""
+    starts = spec.layout.weight_offsets
+    return [
+        weights[start : start + rows * dim].view(rows, dim)
+        for start, (rows, dim) in zip(starts, spec.tables, strict=False)
+    ]
+
+
+def state_views(states: list[Tensor], spec: OperatorSpec) -> list[list[Tensor]]:
+    """Views [rows] of the row-wise states, for each table one for each state."""
+    bases = spec.layout.state_bases
+    return [
+        [state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)
+    ]
+
+
+def forward(*, weights: Tensor, bags: Bags, batch_size: int, spec: OperatorSpec) -> Tensor:
+    """output[b, columns of f] = sum over the bag (f, b) of scale * row, rounded once to the output's dtype."""
+    tables = table_views(weights, spec)
+    output = weights.new_zeros(batch_size, spec.layout.columns[-1], dtype=torch.float64)
+    for entries in features_of(bags=bags, batch_size=batch_size, spec=spec):
+        rows = tables[entries.table][entries.rows].double() * entries.scales[:, None]
+        output[:, entries.columns].index_add_(0, entries.samples, rows)
+    return output.to(spec.torch_output_dtype)
+
+
+def sample_weights_grad(
+    *, grad_output: Tensor, weights: Tensor, bags: Bags, batch_size: int, spec: OperatorSpec
+) -> Tensor:
+    """[N] fp32: for each entry the dot product of its row and its bag's gradient; 0 where nothing takes part."""
+    tables = table_views(weights, spec)
+    unweighted = bags._replace(sample_weights=None)
+    result = torch.zeros(bags.indices.numel(), dtype=torch.float64, device=weights.device)
+    for entries in features_of(bags=unweighted, batch_size=batch_size, spec=spec):
+        grads = grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None]
+        result[entries.positions] = (grads * tables[entries.table][entries.rows].double()).sum(dim=1)
+    return result.float()
+
+
+def backward(
+    *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
+    bags: Bags, batch_size: int, needs_sample_weights_grad: bool, spec: OperatorSpec,
+) -> Tensor | None:  # fmt: skip
+    """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
+        sample_grad = None
+        if needs_sample_weights_grad:
+            sample_grad = sample_weights_grad(
+                grad_output=grad_output, weights=weights, bags=bags, batch_size=batch_size, spec=spec
+            )
+        if batch_size and bags.indices.numel():
+            update_tables(
+                grad_output=grad_output, weights=weights, states=states, stamp=stamp,
+                bags=bags, batch_size=batch_size, spec=spec,
+            )  # fmt: skip
+            seed_and_step[1] += 1
+    return sample_grad
+
+
+def update_tables(
+    *, grad_output: Tensor, weights: Tensor, states: list[Tensor], stamp: Tensor,
+    bags: Bags, batch_size: int, spec: OperatorSpec,
+) -> None:  # fmt: skip
+    """Sum the gradients of each table's rows over all its features, then update those rows."""
+    tables, table_states = table_views(weights, spec), state_views(states, spec)
+    rows: list[list[Tensor]] = [[] for _ in tables]
+    grads: list[list[Tensor]] = [[] for _ in tables]
+    for entries in features_of(bags=bags, batch_size=batch_size, spec=spec):
+        rows[entries.table].append(entries.rows)
+        grads[entries.table].append(
+            grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None]
+        )
+    for table, weight in enumerate(tables):
+        touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
+        if touched.numel():
+            grad = torch.zeros(touched.numel(), weight.shape[1], dtype=torch.float64, device=weight.device)
+            grad.index_add_(0, inverse, torch.cat(grads[table]))
+            update_rows(
+                weight=weight, states=table_states[table], touched=touched, grad=grad, stamp=stamp,
+                state_base=spec.layout.state_bases[table], spec=spec,
+            )  # fmt: skip
+
+
+def update_rows(
+    *, weight: Tensor, states: list[Tensor], touched: Tensor, grad: Tensor, stamp: Tensor, state_base: int,
+    spec: OperatorSpec,
+) -> None:  # fmt: skip
+    """The optimizer's formula in fp64 for the touched rows [n] of one table, rounded once to the table's dtype."""
+    step, seed, hyperparameters = read_stamp(stamp)
+    old_states = [state[touched].double() for state in states]
+    new = OPTIMIZERS[spec.optimizer].reference(weight[touched].double(), grad, old_states, hyperparameters)
+    for state, value in zip(states, old_states, strict=True):
+        state[touched] = value.to(state.dtype)
+    if spec.stochastic_rounding and weight.dtype != torch.float32:
+        noise = rounding_noise_reference(seed, step, touched + state_base, weight.shape[1])
+        weight[touched] = round_stochastically_reference(new.float(), noise, weight.dtype)
+    else:
+        weight[touched] = new.to(weight.dtype)

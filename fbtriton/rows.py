@@ -1,0 +1,113 @@
+"""Device functions on rows, shared by every kernel."""
+
+from __future__ import annotations
+
+from fbtriton._triton import tl, triton
+from fbtriton.rounding import round_stochastically, rounding_noise
+
+# Layout of the stamp, an int64 tensor that the forward writes and the backward reads:
+# [step, seed, fp32 bits of hyperparameter 0, fp32 bits of hyperparameter 1, ...]
+STAMP_STEP = tl.constexpr(0)
+STAMP_SEED = tl.constexpr(1)
+STAMP_HYPERPARAMETERS = tl.constexpr(2)
+
+
+@triton.jit
+def write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS: tl.constexpr):
+    tl.store(stamp_ptr + STAMP_SEED, tl.load(seed_and_step_ptr))
+    tl.store(stamp_ptr + STAMP_STEP, tl.load(seed_and_step_ptr + 1))
+    for i in tl.static_range(NUM_HYPERPARAMETERS):
+        bits = tl.load(hyperparameters_ptr + i).to(tl.int32, bitcast=True)
+        tl.store(stamp_ptr + STAMP_HYPERPARAMETERS + i, bits.to(tl.int64))
+
+
+@triton.jit
+def hyperparameter(stamp_ptr, NUMBER: tl.constexpr):
+    return tl.load(stamp_ptr + STAMP_HYPERPARAMETERS + NUMBER).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper_bound(sorted_ptr, size, value):
+    """How many of the ascending numbers sorted_ptr[:size] are <= value. value [K] -> [K] int32"""
+    low = tl.zeros(value.shape, tl.int32)
+    high = low + size
+    step = size
+    while step > 0:
+        middle = (low + high) // 2
+        searching = low < high
+        at_most = tl.load(sorted_ptr + middle, mask=searching, other=0) <= value
+        low = tl.where(searching & at_most, middle + 1, low)
+        high = tl.where(searching & ~at_most, middle, high)
+        step = step // 2
+    return low
+
+
+@triton.jit
+def bag_bounds(offsets_ptr, bag, num_entries):
+    """First entry and length of a bag, kept inside the indices even where the offsets were not checked."""
+    begin = tl.load(offsets_ptr + bag).to(tl.int64)
+    end = tl.load(offsets_ptr + bag + 1).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), num_entries)
+    end = tl.minimum(tl.maximum(end, begin), num_entries)
+    return begin, (end - begin).to(tl.int32)
+
+
+@triton.jit
+def load_ids(indices_ptr, position, live, table_rows):
+    """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]
+
+    An id out of range means row 0; an id of -1 is pruned and takes no part.
+    """
+    row = tl.load(indices_ptr + position, mask=live, other=-1).to(tl.int64)
+    live = (row != -1) & (table_rows > 0)
+    return tl.where((row >= 0) & (row < table_rows), row, 0), live
+
+
+@triton.jit
+def column_range(DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    column = tl.arange(0, BLOCK_D)
+    return column, column < DIM
+
+
+@triton.jit
+def tile_mask(live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[R] -> [R, BLOCK_D]; no column is masked where DIM fills the block, which keeps wide loads wide."""
+    mask = live[:, None]
+    if DIM != BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
+    return mask
+
+
+@triton.jit
+def load_tile(base_ptr, offset, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """DIM elements from each offset. offset, live [R] -> [R, BLOCK_D] fp32, 0 where masked"""
+    pointer = base_ptr + offset[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(pointer, mask=tile_mask(live, DIM, BLOCK_D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_rows(rows, scales_ptr, position, live):
+    """Multiply each row by its entry's factor; scales_ptr None means 1. rows [R, BLOCK_D]; position, live [R]"""
+    if scales_ptr is not None:
+        rows *= tl.load(scales_ptr + position, mask=live, other=0.0)[:, None]
+    return rows
+
+
+@triton.jit
+def store_rows(
+    weights_ptr, weight_offset, value, state_row, stamp_ptr, live,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Round and store updated rows. weight_offset, state_row, live [R]; value [R, BLOCK_D] fp32
+
+    fp32 rows are stored as they are, whatever STOCHASTIC says.
+    """
+    pointer = weights_ptr + weight_offset[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    DTYPE: tl.constexpr = weights_ptr.dtype.element_ty
+    if STOCHASTIC and DTYPE != tl.float32:
+        seed = tl.load(stamp_ptr + STAMP_SEED)
+        step = tl.load(stamp_ptr + STAMP_STEP)
+        rounded = round_stochastically(value, rounding_noise(seed, step, state_row, BLOCK_D), DTYPE)
+    else:
+        rounded = value.to(DTYPE)
+    tl.store(pointer, rounded, mask=tile_mask(live, DIM, BLOCK_D))
