@@ -20,6 +20,9 @@ from fbtriton._triton import HAS_TRITON
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
 
+kernels_on_cpu: ContextVar[bool] = ContextVar("fbtriton_kernels_on_cpu", default=INTERPRET)  # see compile_only
+
+
 @dataclass(frozen=True)
 class Target:
     """What a kernel runs on."""
@@ -107,7 +110,7 @@ def target_of(device: torch.device) -> Target:
 
 def uses_kernels(device: torch.device) -> bool:
     """Kernels run on GPU tensors, and on CPU tensors under TRITON_INTERPRET=1; otherwise the reference runs."""
-    return device.type != "cpu" or INTERPRET
+    return device.type != "cpu" or kernels_on_cpu.get()
 
 
 def _warps_for(block_dim: int) -> int:

@@ -1,0 +1,101 @@
+"""Compile without a GPU: every kernel launch becomes a compilation for a chosen target.
+
+    with compile_only("cuda", 90) as kernels:
+        module(indices, offsets).sum().backward()       # CPU tensors; nothing is launched
+    for kernel in kernels:
+        print(kernel.name, resources(kernel), load_widths(kernel))
+
+The launchers run as they are, so what is compiled is what a GPU would get for these tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from fbtriton.config import kernels_on_cpu
+
+WARP_SIZES = {"cuda": 32, "hip": 64}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one variant occupies, from `cuobjdump`."""
+
+    registers: int
+    stack_bytes: int  # of each thread; more than 0 means that registers were spilled
+    shared_bytes: int
+
+
+def _offline_driver(backend: str, arch: int | str) -> Any:
+    """The little of a Triton driver that a compilation asks for. Each target is a device of its own, because
+    Triton keeps compiled kernels by device."""
+    from triton.backends.compiler import GPUTarget
+
+    driver = mock.Mock(spec=["get_current_device", "get_current_stream", "get_current_target"])
+    driver.get_current_device.return_value = f"{backend}:{arch}"
+    driver.get_current_stream.return_value = 0
+    driver.get_current_target.return_value = GPUTarget(backend, arch, WARP_SIZES[backend])
+    return driver
+
+
+@contextlib.contextmanager
+def compile_only(backend: str = "cuda", arch: int | str = 90) -> Iterator[list[Any]]:
+    """Collects the compiled kernels (`triton.compiler.CompiledKernel`), each variant once, in launch order.
+
+    Needs a process in which TRITON_INTERPRET is not set. Results of the operator are undefined inside.
+
+    Args:
+        backend: "cuda" or "hip".
+        arch: compute capability (90, 100) or architecture name ("gfx942").
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    kernels: dict[int, Any] = {}
+    launch = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels.setdefault(id(kernel), kernel)
+        return kernel
+
+    collected: list[Any] = []
+    before = driver._active
+    driver.set_active(_offline_driver(backend, arch))
+    token = kernels_on_cpu.set(True)
+    try:
+        with mock.patch.object(JITFunction, "run", compile_instead):
+            yield collected
+    finally:
+        kernels_on_cpu.reset(token)
+        driver._active = before
+        collected.extend(kernels.values())
+
+
+def resources(kernel: Any) -> Resources:
+    """Registers, stack and shared memory of a kernel compiled for CUDA."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
+    return Resources(int(registers), int(stack), kernel.metadata.shared)
+
+
+def load_widths(kernel: Any) -> collections.Counter[str]:
+    """How often each kind of global load stands in the SASS: "LDG.E.128" is 16 bytes a lane, "LDG.E.U16" two."""
+    loads = re.findall(r"\bLDG\.E[.A-Z0-9]*", kernel.asm["sass"])
+    kept = ("128", "64", "U16", "U8", "S8", "S16")
+    names = (".".join(["LDG.E", *(part for part in load.split(".") if part in kept)]) for load in loads)
+    return collections.Counter(names)
