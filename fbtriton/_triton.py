@@ -16,7 +16,9 @@ except ImportError:
     HAS_TRITON = False
 
     class _NoTriton:
-        constexpr = object
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
 
         @staticmethod
         def jit(function: Any = None, **options: Any) -> Any:

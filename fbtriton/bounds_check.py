@@ -44,7 +44,9 @@ class BoundsReport:
     def __str__(self) -> str:
         if not (self.bad_ids or self.bad_offsets):
             return "no id or offset was out of bounds"
-        text = f"{self.bad_ids} ids were out of bounds (each was read as row 0); {self.bad_offsets} offsets were repaired"
+        text = (
+            f"{self.bad_ids} ids were out of bounds (each was read as row 0); {self.bad_offsets} offsets were repaired"
+        )
         if self.first_bad_id is not None:
             feature, sample, bad_id = self.first_bad_id
             text += f"; first bad id: feature {feature}, sample {sample}, id {bad_id}"
@@ -82,7 +84,9 @@ def running_maximum(left, right):
 
 
 @triton.jit(do_not_specialize=["num_offsets", "num_entries"])
-def repair_offsets_kernel(repaired_ptr, report_ptr, bad_ptr, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr):
+def repair_offsets_kernel(
+    repaired_ptr, report_ptr, bad_ptr, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr
+):
     """One program; does nothing unless an offset is bad. Then: the running maximum, and the exact count of repairs."""
     if tl.load(bad_ptr) > 0:
         highest = tl.zeros([1], tl.int64)
@@ -128,9 +132,7 @@ def check_ids_kernel(
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_features", "num_entries"])
-def report_first_kernel(
-    report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, batch_size, num_features, num_entries
-):
+def report_first_kernel(report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, batch_size, num_features, num_entries):
     """One program: turn the position of the first bad id into feature, sample and id, if none is reported yet."""
     position = tl.load(first_bad_ptr)
     if position < num_entries:
@@ -143,9 +145,7 @@ def report_first_kernel(
             tl.store(report_ptr + 5, 1)
 
 
-def bounds_check(
-    *, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec
-) -> Tensor:
+def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
     """Launch the check; returns the repaired offsets. Writes the report in mode "warning"."""
     config = select_entry()
     repaired = torch.empty_like(offsets)

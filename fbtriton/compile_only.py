@@ -27,10 +27,10 @@ WARP_SIZES = {"cuda": 32, "hip": 64}
 
 @dataclass(frozen=True)
 class Resources:
-    """What one variant occupies, from `cuobjdump`."""
+    """What one variant occupies, from `cuobjdump` and the SASS."""
 
     registers: int
-    stack_bytes: int  # of each thread; more than 0 means that registers were spilled
+    spills: int  # loads and stores of local memory in the machine code
     shared_bytes: int
 
 
@@ -81,7 +81,7 @@ def compile_only(backend: str = "cuda", arch: int | str = 90) -> Iterator[list[A
 
 
 def resources(kernel: Any) -> Resources:
-    """Registers, stack and shared memory of a kernel compiled for CUDA."""
+    """Registers, spills and shared memory of a kernel compiled for CUDA."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -89,8 +89,9 @@ def resources(kernel: Any) -> Resources:
         cubin.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
-    return Resources(int(registers), int(stack), kernel.metadata.shared)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", kernel.asm["sass"])) if stack else 0
+    return Resources(registers, spills, kernel.metadata.shared)
 
 
 def load_widths(kernel: Any) -> collections.Counter[str]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -87,12 +88,12 @@ class ForcedConfig:
     long_run: LongRunConfig | None = None
 
 
-_forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())
+_forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())  # noqa: B039  (it is frozen)
 
 
 @contextlib.contextmanager
-def force_config(**configs: EntryConfig | GatherConfig | ShortRunConfig | LongRunConfig) -> Iterator[None]:
-    """Use the given configurations in this context, for tests and benchmarks: `force_config(gather=...)`."""
+def force_config(**configs: Any) -> Iterator[None]:
+    """Use the given configurations in this context, for tests and benchmarks: fields of `ForcedConfig`."""
     token = _forced.set(replace(_forced.get(), **configs))
     try:
         yield
@@ -132,7 +133,7 @@ def select_short_run(block_dim: int) -> ShortRunConfig:
 
 
 def select_long_run(block_dim: int) -> LongRunConfig:
-    rows = max(1, min(16, 1024 // block_dim))
+    rows = max(1, min(16, 512 // block_dim))
     return _forced.get().long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
 
 

@@ -7,7 +7,6 @@ needs from the time of the forward (learning rate, step, seed) travels in the st
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -45,9 +44,7 @@ def _batch_size(offsets: Tensor, spec: OperatorSpec) -> int:
 def _check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: str) -> Tensor:
     parsed = OperatorSpec.from_json(spec)
     check = bounds.bounds_check if uses_kernels(indices.device) else reference.bounds_check
-    return check(
-        indices=indices, offsets=offsets, report=report, batch_size=_batch_size(offsets, parsed), spec=parsed
-    )
+    return check(indices=indices, offsets=offsets, report=report, batch_size=_batch_size(offsets, parsed), spec=parsed)
 
 
 def _embedding_bags(
@@ -96,8 +93,9 @@ def _fake_check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: s
 
 @torch.library.register_fake("fbtriton::embedding_bags", lib=_library)
 def _fake_embedding_bags(
-    anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, sample_weights, spec
-):  # fmt: skip
+    anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     shape = (_batch_size(offsets, parsed), parsed.layout.columns[-1])
     output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
@@ -106,8 +104,9 @@ def _fake_embedding_bags(
 
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
 def _fake_embedding_bags_backward(
-    grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, needs_sample_weights_grad, spec
-):  # fmt: skip
+    grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, needs_sample_weights_grad: bool, spec: str,
+) -> Tensor:  # fmt: skip
     size = indices.numel() if needs_sample_weights_grad else 0
     return stamp.new_empty(size, dtype=torch.float32)
 
@@ -220,7 +219,7 @@ def table_batched_embedding_bags(
     if per_sample_weights is not None:
         _check_sample_weights(per_sample_weights, indices)
         per_sample_weights = per_sample_weights.float().contiguous()
-    text = spec_json(spec)
+    text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
     if spec.bounds_check != "off":
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, bounds_report, text)
@@ -228,8 +227,3 @@ def table_batched_embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, text
     )
     return output
-
-
-@functools.cache
-def spec_json(spec: OperatorSpec) -> str:
-    return spec.to_json()

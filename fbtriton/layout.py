@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -45,10 +45,10 @@ class Table:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("rows", 0), ("dim", 1)):
-            value = getattr(self, field)
+        for name, least in (("rows", 0), ("dim", 1)):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{field} of table {self.name!r} must be an integer >= {least}, got {value!r}")
+                raise ValueError(f"{name} of table {self.name!r} must be an integer >= {least}, got {value!r}")
 
 
 class FeatureTables(NamedTuple):
@@ -261,6 +261,9 @@ class OperatorSpec:
         optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
         bounds_check: "off", "ignore", "warning" or "fatal".
+
+    Attributes:
+        text: the specification as JSON; `from_json` is its inverse.
     """
 
     tables: tuple[tuple[int, int], ...]
@@ -272,8 +275,11 @@ class OperatorSpec:
     stochastic_rounding: bool
     bounds_check: str
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields = {name: value for name, value in vars(self).items() if name != "text"}
+        object.__setattr__(self, "text", json.dumps(fields, separators=(",", ":")))
 
     @staticmethod
     @functools.cache

@@ -28,9 +28,7 @@ class FeatureEntries(NamedTuple):
     scales: Tensor  # [n] fp64, per-sample weight, divided by the bag's length if pooling is "mean"
 
 
-def bounds_check(
-    *, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec
-) -> Tensor:
+def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
     """The repaired offsets; counts into report in mode "warning", raises ValueError in mode "fatal"."""
     num_entries = indices.numel()
     given = offsets.to(torch.int64)
@@ -114,9 +112,7 @@ def table_views(weights: Tensor, spec: OperatorSpec) -> list[Tensor]:
 def state_views(states: list[Tensor], spec: OperatorSpec) -> list[list[Tensor]]:
     """Views [rows] of the row-wise states, for each table one for each state."""
     bases = spec.layout.state_bases
-    return [
-        [state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)
-    ]
+    return [[state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)]
 
 
 def forward(*, weights: Tensor, bags: Bags, batch_size: int, spec: OperatorSpec) -> Tensor:
@@ -172,9 +168,7 @@ def update_tables(
     grads: list[list[Tensor]] = [[] for _ in tables]
     for entries in features_of(bags=bags, batch_size=batch_size, spec=spec):
         rows[entries.table].append(entries.rows)
-        grads[entries.table].append(
-            grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None]
-        )
+        grads[entries.table].append(grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None])
     for table, weight in enumerate(tables):
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():

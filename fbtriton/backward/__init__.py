@@ -60,9 +60,7 @@ def backward(
     long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
     threshold, piece_length = long_runs[0].threshold, long_runs[0].piece_length
     runs = transpose(bags=bags, batch_size=batch_size, grad_output=grad_output, spec=spec)
-    pieces = classify(
-        runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec
-    )
+    pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec)
     partials = grad_output.new_empty(
         max_pieces(bags.indices.numel(), threshold), max(spec.layout.dims), dtype=torch.float32
     )

@@ -37,8 +37,8 @@ def grad_accum_kernel(
         length = tl.minimum(tl.maximum(run_end - start, 0), part)
         total = tl.sum(sum_gradients(grad_ptr, runs, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT), axis=0)
         column = tl.arange(0, BLOCK_D)
-        slot_ptr = partials_ptr + piece.to(tl.int64) * partial_stride
-        tl.store(slot_ptr + column, total, mask=column < DIM)
+        slot = piece + tl.zeros([1], tl.int64)  # wide before the product
+        tl.store(partials_ptr + slot * partial_stride + column, total, mask=column < DIM)
 
 
 @triton.jit

@@ -104,7 +104,8 @@ def write_runs_kernel(
 
 
 def find_runs(
-    *, keys: Tensor, order: Tensor, entry_bags: Tensor, bags: Bags, batch_size: int, grad_output: Tensor, spec: OperatorSpec
+    *, keys: Tensor, order: Tensor, entry_bags: Tensor, bags: Bags, batch_size: int, grad_output: Tensor,
+    spec: OperatorSpec,
 ) -> SortedRuns:  # fmt: skip
     """Sorted keys -> runs, and for each sorted entry the place and factor of its gradient."""
     config = select_entry()

@@ -1,0 +1,240 @@
+"""Bad input: the exact error or the documented repair; the caller's tensors and everything outside stay as they are."""
+
+import re
+
+import pytest
+import torch
+
+from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+
+
+def make(device, **options):
+    torch.manual_seed(0)
+    options = {"optimizer": SGD(1.0), "device": device} | options
+    module = TableBatchedEmbeddingBags([Table(4, 2, "a"), Table(3, 2, "b")], **options)
+    with torch.no_grad():
+        module.split_embedding_weights()[0].copy_(torch.arange(8.0).view(4, 2))
+        module.split_embedding_weights()[1].copy_(torch.arange(100.0, 106.0).view(3, 2))
+    return module
+
+
+def run(module, indices, offsets, weights=None):
+    """Forward and backward with a gradient of ones; the inputs must come out as they went in."""
+    device = module.weights.device
+    indices, offsets = torch.tensor(indices, device=device), torch.tensor(offsets, device=device)
+    given = indices.clone(), offsets.clone()
+    output = module(indices, offsets, weights)
+    output.backward(torch.ones_like(output))
+    assert torch.equal(indices, given[0]) and torch.equal(offsets, given[1])
+    return output.detach().cpu()
+
+
+def rows_changed(module, before):
+    views = zip(module.split_embedding_weights(), before, strict=True)
+    return [(view != old).any(dim=1).nonzero().flatten().tolist() for view, old in views]
+
+
+def snapshot(module):
+    return [view.clone() for view in module.split_embedding_weights()]
+
+
+GOOD = dict(indices=torch.tensor([0, 1]), offsets=torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(indices=torch.tensor([0.0, 1.0])), "indices must be int32 or int64, got torch.float32"),
+        (dict(offsets=torch.tensor([0, 1, 2], dtype=torch.int16)), "offsets must be int32 or int64, got torch.int16"),
+        (dict(indices=torch.tensor([[0, 1]])), "indices must have one dimension, got shape [1, 2]"),
+        (
+            dict(offsets=torch.tensor([0, 1, 2, 2])),
+            "offsets must have F * B + 1 elements with F = 2 features, got 4",
+        ),
+        (
+            dict(offsets=torch.tensor([], dtype=torch.int64)),
+            "offsets must have F * B + 1 elements with F = 2 features, got 0",
+        ),
+        (dict(indices=torch.zeros(2, dtype=torch.int64, device="meta")), "indices must be on cpu like the weights"),
+        (
+            dict(per_sample_weights=torch.ones(3)),
+            "per_sample_weights must have the shape of indices, [2], got [3]",
+        ),
+        (
+            dict(per_sample_weights=torch.ones(2, dtype=torch.int64)),
+            "per_sample_weights must be of a floating-point dtype, got torch.int64",
+        ),
+        (
+            dict(per_sample_weights=torch.ones(2, device="meta")),
+            "per_sample_weights must be on cpu like indices, got meta",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_wrong_tensors(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make("cpu")(**(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(pooling="max"), "pooling must be one of sum, mean, got 'max'"),
+        (dict(weights_dtype=torch.float64), "weights_dtype must be one of torch.float32"),
+        (dict(output_dtype=torch.int8), "output_dtype must be one of torch.float32"),
+        (dict(bounds_check="loud"), "bounds_check must be one of off, ignore, warning, fatal, got 'loud'"),
+        (dict(feature_table_map=[0, 2]), "feature_table_map[1] must be a table number in [0, 2), got 2"),
+        (dict(feature_table_map=[0, -1]), "feature_table_map[1] must be a table number in [0, 2), got -1"),
+        (dict(feature_table_map=[1, 1]), "feature_table_map must use every table, got [1, 1] without table 0"),
+        (dict(bag_size_hints=[3.0]), "bag_size_hints must have one entry for each of 2 features, got 1"),
+        (dict(optimizer="sgd"), "optimizer must be one of SGD, RowwiseAdagrad, got 'sgd'"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make("cpu", **options)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: Table(3, 0, "t"), "dim of table 't' must be an integer >= 1, got 0"),
+        (lambda: Table(-1, 4), "rows of table None must be an integer >= 0, got -1"),
+        (lambda: Table(3, 4.0), "dim of table None must be an integer >= 1, got 4.0"),
+        (lambda: SGD(-0.1), "lr must be a finite number >= 0, got -0.1"),
+        (lambda: RowwiseAdagrad(0.1, eps=float("nan")), "eps must be a finite number >= 0, got nan"),
+        (lambda: TableBatchedEmbeddingBags([], optimizer=SGD(0.1)), "tables must be a non-empty sequence of Table"),
+        (lambda: setattr(make("cpu"), "learning_rate", float("inf")), "learning_rate must be a finite number >= 0"),
+    ],
+    ids=["dim 0", "rows -1", "dim 4.0", "lr -0.1", "eps nan", "no tables", "learning rate inf"],
+)
+def test_wrong_values(build, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_batch_sizes_are_not_there_yet():
+    with pytest.raises(NotImplementedError, match="batch_sizes .* is not supported yet"):
+        make("cpu")(**GOOD, batch_sizes=[[1], [1]])
+
+
+def test_weights_of_another_dtype_are_refused():
+    module = make("cpu").half()
+    with pytest.raises(ValueError, match="weights must be torch.float32, as constructed, got torch.float16"):
+        module(**GOOD)
+
+
+# Bags of one sample: feature 0 has table a (4 rows), feature 1 table b (3 rows).
+BAD_IDS = [
+    ("too large", [1, 4, 2], [0, 2, 3], [[0, 1], [2]], 1, (0, 0, 4)),
+    ("negative", [1, -7, 2], [0, 2, 3], [[0, 1], [2]], 1, (0, 0, -7)),
+    ("second feature", [3, 3], [0, 1, 2], [[3], [0]], 1, (1, 0, 3)),
+    ("several", [9, 8, 7], [0, 2, 3], [[0, 0], [0]], 3, (0, 0, 9)),
+    ("huge", [2**40, 1], [0, 1, 2], [[0], [1]], 1, (0, 0, 2**40)),
+]
+
+
+@pytest.mark.parametrize("mode", ["ignore", "warning"])
+@pytest.mark.parametrize("name, indices, offsets, read, count, first", BAD_IDS, ids=[case[0] for case in BAD_IDS])
+def test_bad_ids_read_and_train_row_0(name, indices, offsets, read, count, first, mode, any_device):
+    module = make(any_device, bounds_check=mode)
+    before = snapshot(module)
+    output = run(module, indices, offsets)
+    tables = [view.cpu() for view in before]
+    assert torch.equal(output[0], torch.cat([tables[f][read[f]].sum(dim=0) for f in range(2)]))
+    assert rows_changed(module, before) == [sorted(set(rows)) for rows in read]
+    report = module.bounds_report()
+    assert (report.bad_ids, report.first_bad_id) == ((count, first) if mode == "warning" else (0, None))
+    assert report.bad_offsets == 0
+
+
+def test_report_adds_up_and_keeps_the_first(any_device):
+    module = make(any_device)
+    assert str(module.bounds_report()) == "no id or offset was out of bounds"
+    run(module, [4, 0], [0, 1, 2])
+    run(module, [0, 5], [0, 1, 2])
+    report = module.bounds_report()
+    assert (report.bad_ids, report.first_bad_id) == (2, (0, 0, 4))
+    assert str(report) == (
+        "2 ids were out of bounds (each was read as row 0); 0 offsets were repaired;"
+        " first bad id: feature 0, sample 0, id 4"
+    )
+    module.clear_bounds_report()
+    assert module.bounds_report().bad_ids == 0
+
+
+def test_pruned_ids_add_and_train_nothing_but_count_in_a_mean(any_device):
+    module = make(any_device, pooling="mean")
+    before = snapshot(module)
+    output = run(module, [-1, 2, -1], [0, 2, 3])
+    assert torch.equal(output[0], torch.tensor([4.0 / 2, 5.0 / 2, 0, 0]))
+    assert rows_changed(module, before) == [[2], []]
+    assert torch.equal(module.split_embedding_weights()[0][2].cpu(), torch.tensor([4.0 - 0.5, 5.0 - 0.5]))
+    assert module.bounds_report().bad_ids == 0
+
+
+BAD_OFFSETS = [
+    ("decreasing", [0, 3, 1, 2, 4], [0, 3, 3, 3, 4], 2),
+    ("negative", [0, -2, 1, 2, 4], [0, 0, 1, 2, 4], 1),
+    ("past the end", [0, 1, 2, 9, 9], [0, 1, 2, 4, 4], 2),
+    ("not from 0", [2, 3, 3, 3, 4], [0, 3, 3, 3, 4], 1),
+    ("first too large", [9, 1, 2, 3, 4], [0, 1, 2, 3, 4], 1),
+    ("huge", [0, 2**40, 2, 3, 4], [0, 4, 4, 4, 4], 3),
+    ("a peak", [0, 4, 1, 2, 3], [0, 4, 4, 4, 4], 3),
+]
+
+
+@pytest.mark.parametrize("mode", ["ignore", "warning"])
+@pytest.mark.parametrize("name, given, repaired, count", BAD_OFFSETS, ids=[case[0] for case in BAD_OFFSETS])
+def test_bad_offsets_are_repaired(name, given, repaired, count, mode, any_device):
+    """Two samples; the repair gives the same step as the repaired offsets."""
+    results = []
+    for offsets in (given, repaired):
+        module = make(any_device, bounds_check=mode)
+        output = run(module, [0, 1, 2, 1], offsets)
+        results.append((output, module.weights.clone(), module.bounds_report().bad_offsets))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[1][2] == 0
+    assert results[0][2] == (count if mode == "warning" else 0)
+
+
+def test_padding_belongs_to_no_bag(any_device):
+    module = make(any_device)
+    before = snapshot(module)
+    output = run(module, [1, 2, 77, -5, 3], [0, 1, 2])
+    assert torch.equal(output[0], torch.tensor([2.0, 3.0, 104.0, 105.0]))
+    assert rows_changed(module, before) == [[1], [2]]
+    assert module.bounds_report().bad_ids == 0
+
+
+@pytest.mark.parametrize("name, given, repaired, count", BAD_OFFSETS, ids=[case[0] for case in BAD_OFFSETS])
+def test_off_stays_inside_the_tensors(name, given, repaired, count, any_device):
+    """Nothing is promised about the values, but the neighbours of every tensor stay as they are."""
+    module = make(any_device, bounds_check="off")
+    guard = torch.full((64,), 7.0, device=any_device)
+    memory = torch.cat([guard, module.weights, guard])
+    module.weights = memory[64:-64]
+    run(module, [0, 99, -3, 1], given)
+    assert torch.equal(memory[:64], guard) and torch.equal(memory[-64:], guard)
+
+
+def test_fatal_raises_on_the_cpu():
+    module = make("cpu", bounds_check="fatal")
+    before = module.weights.clone()
+    with pytest.raises(ValueError, match=re.escape("indices of feature 1 must be in [0, 3) or -1, got 5 in sample 0")):
+        run(module, [0, 5], [0, 1, 2])
+    message = "offsets must start at 0, not decrease and stay within the 2 indices, got offsets[1] = 7"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(module, [0, 1], [0, 7, 2])
+    assert torch.equal(module.weights, before)
+    run(module, [0, -1], [0, 1, 2])
+
+
+def test_table_without_rows(any_device):
+    """A shard may have no rows: every id is out of range, reads zero and trains nothing."""
+    module = TableBatchedEmbeddingBags([Table(0, 4), Table(2, 4)], optimizer=SGD(1.0), device=any_device)
+    output = run(module, [0, 1], [0, 1, 2])
+    assert torch.equal(output, torch.zeros(1, 8))
+    assert module.bounds_report().bad_ids == 1
+    assert rows_changed(module, [torch.zeros_like(view) for view in module.split_embedding_weights()]) == [[], [1]]

@@ -1,0 +1,188 @@
+"""Kernels compile for every GPU without one, spill nothing, and load rows 16 bytes a lane where alignment allows.
+
+Launches are compiled as the launchers make them. Left out of the default run: combinations that differ from these
+only in a dtype pair or an arch; `--compile-all` takes them all.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+
+pytestmark = pytest.mark.compile
+SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+FLOATS = list(SHORT)
+CUDA = [("cuda", 80), ("cuda", 90), ("cuda", 100)]
+AMD = [("hip", "gfx942"), ("hip", "gfx950")]
+ALL_DIMS = (1, 4, 8, 64, 128, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Variant:
+    dims: tuple[int, ...]
+    weights_dtype: torch.dtype = torch.float16
+    output_dtype: torch.dtype = torch.float32
+    optimizer: str = "rowwise_adagrad"
+    pooling: str = "sum"
+    weighted: bool = False
+    index_dtype: torch.dtype = torch.int64
+    offset_dtype: torch.dtype = torch.int64
+    stochastic_rounding: bool = True
+    bounds_check: str = "warning"
+
+    def __str__(self):
+        parts = [f"D{'-'.join(map(str, self.dims))}", SHORT[self.weights_dtype], SHORT[self.output_dtype]]
+        parts += [self.optimizer, self.pooling, "weighted"[: 8 * self.weighted], self.bounds_check]
+        parts += [str(self.index_dtype)[6:], str(self.offset_dtype)[6:], "sr"[: 2 * self.stochastic_rounding]]
+        return "-".join(filter(None, parts))
+
+
+def compile_variant(variant, backend, arch):
+    """Everything that one forward and one backward launch."""
+    from fbtriton.compile_only import compile_only
+
+    module = TableBatchedEmbeddingBags(
+        [Table(1001, 1), *(Table(1001, dim) for dim in variant.dims)],
+        feature_table_map=[*range(1, len(variant.dims) + 1), 0],
+        optimizer=SGD(0.1) if variant.optimizer == "sgd" else RowwiseAdagrad(0.1),
+        pooling=variant.pooling,
+        weights_dtype=variant.weights_dtype,
+        output_dtype=variant.output_dtype,
+        stochastic_rounding=variant.stochastic_rounding,
+        bounds_check=variant.bounds_check,
+        device="cpu",
+    )
+    num_bags = 2 * (len(variant.dims) + 1)
+    offsets = torch.arange(num_bags + 1, dtype=variant.offset_dtype) * 40
+    indices = torch.zeros(40 * num_bags, dtype=variant.index_dtype)
+    weights = torch.rand(indices.numel(), requires_grad=True) if variant.weighted else None
+    with compile_only(backend, arch) as kernels:
+        output = module(indices, offsets, weights)
+        # A row stride that is a multiple of 16 bytes, as with any table of an aligned dim in last place.
+        grad = torch.ones(output.shape[0], (output.shape[1] + 7) // 8 * 8, dtype=output.dtype)
+        output.backward(grad[:, : output.shape[1]])
+    return kernels
+
+
+def kernel_names(kernels):
+    return {kernel.name for kernel in kernels}
+
+
+def of(kernels, name, dim):
+    """The variants of one kernel for one dim."""
+    return [kernel for kernel in kernels if kernel.name == name and dim_of(kernel) == dim]
+
+
+def dim_of(kernel):
+    names = kernel.src.fn.arg_names
+    return kernel.src.constants.get((names.index("DIM"),)) if "DIM" in names else None
+
+
+STAGES = {
+    "check_offsets_kernel", "repair_offsets_kernel", "check_ids_kernel", "report_first_kernel", "gather_kernel",
+    "linearise_kernel", "write_runs_kernel", "describe_runs_kernel", "expand_pieces_kernel",
+    "short_run_kernel", "grad_accum_kernel", "apply_kernel",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("dtype, dim", [(torch.float16, 128), (torch.bfloat16, 64), (torch.float32, 64)], ids=str)
+def test_rows_are_loaded_16_bytes_a_lane(dtype, dim, arch):
+    """Behind a table of 1001 x 1 elements, whose end is not a multiple of 16 bytes."""
+    from fbtriton.compile_only import load_widths, resources
+
+    kernels = compile_variant(Variant((dim,), dtype, weighted=True), "cuda", arch)
+    assert kernel_names(kernels) == STAGES | {"sample_weights_grad_kernel"}
+    for name in ("gather_kernel", "sample_weights_grad_kernel", "short_run_kernel", "apply_kernel"):
+        (kernel,) = of(kernels, name, dim)
+        widths = load_widths(kernel)
+        assert widths["LDG.E.128"] > 0, (name, widths)
+        assert not any("U16" in width for width in widths), (name, widths)
+        assert resources(kernel).spills == 0, name
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_gradients_are_loaded_16_bytes_a_lane(arch):
+    """Where columns and the row stride of the gradient allow it: features of dim 64, and one of dim 1 last."""
+    from fbtriton.compile_only import load_widths
+
+    module = TableBatchedEmbeddingBags([Table(100, 64), Table(50, 128)], optimizer=SGD(0.1), device="cpu")
+    from fbtriton.compile_only import compile_only
+
+    offsets, indices = torch.arange(5) * 40, torch.zeros(160, dtype=torch.int64)
+    with compile_only("cuda", arch) as kernels:
+        module(indices, offsets).backward(torch.ones(2, 192))
+    for dim in (64, 128):
+        (kernel,) = of(kernels, "grad_accum_kernel", dim)
+        assert load_widths(kernel)["LDG.E.128"] > 0
+
+
+def pairwise_cover():
+    """Variants in which every two values of two options meet at least once (a greedy cover)."""
+    options = {
+        "dims": [(1,), (4,), (20,), (64,), (128,), (8, 256), (1024,)],
+        "weights_dtype": FLOATS,
+        "output_dtype": FLOATS,
+        "optimizer": ["sgd", "rowwise_adagrad"],
+        "pooling": ["sum", "mean"],
+        "weighted": [False, True],
+        "index_dtype": [torch.int32, torch.int64],
+        "offset_dtype": [torch.int32, torch.int64],
+        "stochastic_rounding": [False, True],
+        "bounds_check": ["off", "ignore", "warning", "fatal"],
+    }
+    names = list(options)
+    pairs = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]
+    }
+    generator = torch.Generator().manual_seed(0)
+    while pairs:
+        candidates = [
+            {n: v[int(torch.randint(len(v), (), generator=generator))] for n, v in options.items()} for _ in range(60)
+        ]
+        covers = [
+            {((a, c[a]), (b, c[b])) for a, b in itertools.combinations(names, 2)} & pairs for c in candidates
+        ]
+        best = max(range(len(candidates)), key=lambda i: len(covers[i]))
+        pairs -= covers[best]
+        if covers[best]:
+            yield Variant(**candidates[best])
+
+
+@pytest.mark.parametrize("variant", list(pairwise_cover()), ids=str)
+def test_cover_compiles(variant):
+    from fbtriton.compile_only import resources
+
+    for backend, arch in CUDA:
+        for kernel in compile_variant(variant, backend, arch):
+            used = resources(kernel)
+            assert used.spills == 0, (kernel.name, arch, used)
+
+
+@pytest.mark.parametrize("backend, arch", AMD, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_amd_sample_compiles(backend, arch, dtype):
+    kernels = compile_variant(Variant((8, 128), dtype, weighted=True), backend, arch)
+    assert kernel_names(kernels) >= STAGES
+    assert all(kernel.asm["hsaco"] for kernel in kernels)
+
+
+def every_variant():
+    return [
+        Variant((dim,), weights, output, optimizer, pooling, weighted, index, index, stochastic)
+        for dim, weights, output, optimizer, pooling, weighted, index, stochastic in itertools.product(
+            ALL_DIMS, FLOATS, FLOATS, ["sgd", "rowwise_adagrad"], ["sum", "mean"], [False, True],
+            [torch.int32, torch.int64], [False, True],
+        )
+    ]  # fmt: skip
+
+
+def test_everything_compiles(request):
+    """Hours on two cores without a warm cache: `make compile-all`."""
+    if not request.config.getoption("--compile-all"):
+        pytest.skip("takes long; run make compile-all")
+    for variant, (backend, arch) in itertools.product(every_variant(), CUDA):
+        compile_variant(variant, backend, arch)
