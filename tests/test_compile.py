@@ -135,17 +135,13 @@ def pairwise_cover():
         "bounds_check": ["off", "ignore", "warning", "fatal"],
     }
     names = list(options)
-    pairs = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]
-    }
+    pairs = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
     generator = torch.Generator().manual_seed(0)
     while pairs:
         candidates = [
             {n: v[int(torch.randint(len(v), (), generator=generator))] for n, v in options.items()} for _ in range(60)
         ]
-        covers = [
-            {((a, c[a]), (b, c[b])) for a, b in itertools.combinations(names, 2)} & pairs for c in candidates
-        ]
+        covers = [{((a, c[a]), (b, c[b])) for a, b in itertools.combinations(names, 2)} & pairs for c in candidates]
         best = max(range(len(candidates)), key=lambda i: len(covers[i]))
         pairs -= covers[best]
         if covers[best]:

@@ -1,0 +1,79 @@
+# Two commands matter: `make demo` and `make test`. Each makes the environment that it needs; `make help` lists all.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# The tested set, used unless PYTHON has a torch already. Another set: make test VENV=.venv-other TRITON=3.6.0
+TORCH ?= 2.13.0
+TRITON ?= 3.7.1
+FBGEMM ?= 1.8.0
+NUMPY ?= numpy
+# Package index to take torch from, such as https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+# A TorchRec release to install for the tests of torchrec_integration
+TORCHREC ?=
+
+DEMO_ARGS ?=
+# Which of the three: plain interpreter compile
+SUITES ?=
+PYTEST_ARGS ?=
+
+# A version asked for by name means an environment of its own, whatever PYTHON has.
+ASKED := $(filter-out file,$(foreach name,TORCH TRITON NUMPY,$(origin $(name))))
+
+RUN := $(VENV)/bin/python
+ENVIRONMENT = $(PYTHON) tools/environment.py $(VENV) $(1) \
+	--pin torch==$(TORCH) --pin triton==$(TRITON) --pin '$(NUMPY)' \
+	$(if $(FBGEMM),--pin fbgemm-gpu-cpu==$(FBGEMM)) $(if $(TORCHREC),--pin torchrec==$(TORCHREC)) \
+	$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(if $(ASKED),--own)
+TEST_ENVIRONMENT = $(call ENVIRONMENT,test $(if $(TORCHREC),torchrec) $(if $(FBGEMM),--if-reachable parity))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-triton36 test-newest lint typecheck format compile-all info clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
+		do printf '  make %-14s %s\n' "$$name" "$$text"; done
+
+demo:  ## train on MovieLens-100K, through fbtriton and through torch.nn.EmbeddingBag; DEMO_ARGS=--quick
+	@$(call ENVIRONMENT,demo)
+	$(RUN) examples/movielens.py $(DEMO_ARGS)
+
+test:  ## run the tests: plain, interpreter and compile; SUITES=plain PYTEST_ARGS='-k sgd'
+	@$(TEST_ENVIRONMENT)
+	@$(RUN) tools/run_tests.py $(SUITES) $(PYTEST_ARGS)
+
+test-triton36:  ## the interpreter and compile tests on the oldest Triton
+	@$(MAKE) --no-print-directory test VENV=.venv-triton36 TORCH=2.13.0 TRITON=3.6.0 NUMPY='numpy<2.4' FBGEMM= \
+		SUITES="interpreter compile"
+
+test-newest:  ## the plain and interpreter tests on the newest torch, Triton and FBGEMM (5.5 GB)
+	@$(MAKE) --no-print-directory test VENV=.venv-newest TORCH=2.14.1 TRITON=3.8.0 FBGEMM=1.9.0 \
+		SUITES="plain interpreter"
+
+lint:  ## ruff and mypy
+	@$(TEST_ENVIRONMENT)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+typecheck:  ## only mypy
+	@$(TEST_ENVIRONMENT)
+	$(RUN) -m mypy
+
+format:  ## let ruff mend what it can
+	@$(TEST_ENVIRONMENT)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+compile-all:  ## compile every kernel variant for every GPU (minutes)
+	@$(TEST_ENVIRONMENT)
+	@$(RUN) tools/run_tests.py compile --compile-all $(PYTEST_ARGS)
+
+info:  ## print the versions in use
+	@$(TEST_ENVIRONMENT)
+	@$(RUN) tools/run_tests.py --versions
+
+clean:  ## remove caches and builds; environments stay
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
