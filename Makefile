@@ -29,6 +29,7 @@ ENVIRONMENT = $(PYTHON) tools/environment.py $(VENV) $(1) \
 TEST_ENVIRONMENT = $(call ENVIRONMENT,test $(if $(TORCHREC),torchrec) $(if $(FBGEMM),--if-reachable parity))
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help demo test test-triton36 test-newest lint typecheck format compile-all info clean
 
 help:  ## list the commands
@@ -66,13 +67,13 @@ format:  ## let ruff mend what it can
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-compile-all:  ## compile every kernel variant for every GPU (minutes)
+compile-all:  ## compile every kernel variant for every GPU (hours on two cores)
 	@$(TEST_ENVIRONMENT)
 	@$(RUN) tools/run_tests.py compile --compile-all $(PYTEST_ARGS)
 
-info:  ## print the versions in use
+info:  ## print the versions in use and the routes taken
 	@$(TEST_ENVIRONMENT)
-	@$(RUN) tools/run_tests.py --versions
+	@$(RUN) -m fbtriton info
 
 clean:  ## remove caches and builds; environments stay
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

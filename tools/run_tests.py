@@ -2,7 +2,6 @@
 
     .venv/bin/python tools/run_tests.py                       # all three
     .venv/bin/python tools/run_tests.py interpreter -k sgd    # one; the rest goes to pytest
-    .venv/bin/python tools/run_tests.py --versions            # only say what is installed
 
 They are apart because Triton reads TRITON_INTERPRET when it decorates a kernel: a process runs kernels either
 in the interpreter or on a GPU. With a GPU, the interpreter suite runs its kernels there.
@@ -32,8 +31,6 @@ NOTHING_COLLECTED = 5  # pytest's exit code
 
 def main() -> None:
     print(versions(), flush=True)
-    if sys.argv[1:] == ["--versions"]:
-        return
     suites = list(takewhile(SUITES.__contains__, sys.argv[1:]))
     options = sys.argv[1 + len(suites) :]
     outcomes = {name: run(name, options) for name in suites or SUITES}
