@@ -14,6 +14,7 @@ TORCH_INDEX ?=
 TORCHREC ?=
 
 DEMO_ARGS ?=
+RECORD_ARGS ?=
 # Which of the three: plain interpreter compile
 SUITES ?=
 PYTEST_ARGS ?=
@@ -30,7 +31,7 @@ TEST_ENVIRONMENT = $(call ENVIRONMENT,test $(if $(TORCHREC),torchrec) $(if $(FBG
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-triton36 test-newest lint typecheck format compile-all info clean
+.PHONY: help demo test test-triton36 test-newest lint typecheck format compile-all gpu-record info clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -70,6 +71,11 @@ format:  ## let ruff mend what it can
 compile-all:  ## compile every kernel variant for every GPU (hours on two cores)
 	@$(TEST_ENVIRONMENT)
 	@$(RUN) tools/run_tests.py compile --compile-all $(PYTEST_ARGS)
+
+gpu-record:  ## on a GPU: all tests, parity with FBGEMM and the demo, into bench/results/; RECORD_ARGS=...
+	@$(TEST_ENVIRONMENT)
+	@$(call ENVIRONMENT,demo)
+	@$(RUN) tools/gpu_record.py $(RECORD_ARGS)
 
 info:  ## print the versions in use and the routes taken
 	@$(TEST_ENVIRONMENT)

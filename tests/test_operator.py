@@ -139,7 +139,12 @@ def cases(draw):
 
 
 # A GPU compiles for nearly every example, a second or more each; the interpreter compiles nothing.
-@settings(max_examples=10 if torch.cuda.is_available() else 200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=10 if torch.cuda.is_available() else 200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_operator(case, seed, device):
     with force_config(long_run=LongRunConfig(threshold=4, piece_length=6, rows_per_step=2)):
