@@ -26,6 +26,8 @@ def run_tests(junit: Path, options: list[str]) -> str:
     """Everything but the offline compiles, kernels on the GPU; returns the command."""
     command = ["-m", "pytest", "tests", "-m", "not compile", "-q", "-o", "junit_family=xunit1", f"--junitxml={junit}"]
     subprocess.run([sys.executable, *command, *options], cwd=ROOT)
+    if not junit.exists():
+        sys.exit("pytest did not finish, so there is nothing to record")
     return "python " + " ".join([*command[:-1], *options])
 
 
