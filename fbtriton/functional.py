@@ -19,6 +19,8 @@ from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.layout import Bags, OperatorSpec
 
+MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
+
 _library = torch.library.Library("fbtriton", "DEF")
 _library.define(
     "check_bounds(Tensor indices, Tensor offsets, Tensor(a!) report, str spec) -> Tensor",
@@ -150,8 +152,8 @@ def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.devic
             f"offsets must have F * B + 1 elements with F = {num_features} features, got {offsets.numel()}"
         )
     for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.numel() > torch.iinfo(torch.int32).max:
-            raise ValueError(f"{name} must have fewer than 2^31 elements, got {tensor.numel()}")
+        if tensor.numel() > MAX_ENTRIES:
+            raise ValueError(f"{name} must have at most {MAX_ENTRIES} elements, got {tensor.numel()}")
 
 
 def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 ROW_ALIGNMENT_BYTES = 16  # the widest load of one lane
+WIDEST = 16  # elements, of one byte. Alignments are powers of two: told 6, Triton would load 4 at a time
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Bucket:
     features: tuple[int, ...]
     tables: tuple[int, ...]
     row_alignment: int  # elements; every row of the bucket starts at a multiple of it
-    column_alignment: int  # elements; every output row segment starts at a multiple of it
+    column_alignment: int  # columns; every feature's first column and the row length are multiples of it
 
     @property
     def block_dim(self) -> int:
@@ -180,7 +181,7 @@ class TableLayout:
             features=features,
             tables=tuple(table for table, table_dim in enumerate(self.dims) if table_dim == dim),
             row_alignment=math.gcd(dim, self.table_alignment),
-            column_alignment=math.gcd(self.columns[-1], *(self.columns[f] for f in features)),
+            column_alignment=math.gcd(WIDEST, self.columns[-1], *(self.columns[f] for f in features)),
         )
 
     @functools.cached_property

@@ -57,6 +57,10 @@ GOOD = dict(indices=torch.tensor([0, 1]), offsets=torch.tensor([0, 1, 2]))
         ),
         (dict(indices=torch.zeros(2, dtype=torch.int64, device="meta")), "indices must be on cpu like the weights"),
         (
+            dict(indices=torch.zeros(1, dtype=torch.int64).expand(2**31)),
+            "indices must have at most 2146435072 elements, got 2147483648",
+        ),
+        (
             dict(per_sample_weights=torch.ones(3)),
             "per_sample_weights must have the shape of indices, [2], got [3]",
         ),

@@ -165,7 +165,7 @@ def test_dtypes(weights_dtype, output_dtype, weighted, pooling, device):
     check(replace(case, steps=2), device)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 5, 7, 8, 12, 96, 128, 200, 1024, 2056])
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 6, 7, 8, 10, 12, 96, 128, 200, 1024, 2056])
 def test_dims(dim, device):
     case = Case(rows=(3, 7), dims=(1, dim), weights_dtype=torch.float16, hot=0.5, lengths=((3, 0, 2), (9, 1, 0)))
     with force_config(long_run=LongRunConfig(threshold=4, piece_length=8, rows_per_step=4)):
