@@ -38,7 +38,7 @@ def read_results(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, dict[s
     failed = []
     for case in ET.parse(junit).getroot().iter("testcase"):
         kind = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
-        outcomes[case.get("file") or case.get("classname", "?")][kind] += 1
+        outcomes[case.get("file") or case.get("classname") or "?"][kind] += 1
         if kind in ("failure", "error"):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         group = parity_group(case.get("name", ""))
