@@ -8,10 +8,16 @@ import torch
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 
 
+GUARD = 64  # elements on both sides of the weights that nothing may touch
+
+
 def make(device, **options):
+    """Two small tables, whose weights lie between guards."""
     torch.manual_seed(0)
     options = {"optimizer": SGD(1.0), "device": device} | options
     module = TableBatchedEmbeddingBags([Table(4, 2, "a"), Table(3, 2, "b")], **options)
+    memory = torch.full((module.weights.numel() + 2 * GUARD,), 7.0, device=device, dtype=module.weights.dtype)
+    module.weights = memory[GUARD:-GUARD]
     with torch.no_grad():
         module.split_embedding_weights()[0].copy_(torch.arange(8.0).view(4, 2))
         module.split_embedding_weights()[1].copy_(torch.arange(100.0, 106.0).view(3, 2))
@@ -26,7 +32,14 @@ def run(module, indices, offsets, weights=None):
     output = module(indices, offsets, weights)
     output.backward(torch.ones_like(output))
     assert torch.equal(indices, given[0]) and torch.equal(offsets, given[1])
+    check_guards(module.weights)
     return output.detach().cpu()
+
+
+def check_guards(weights):
+    memory = weights if weights._base is None else weights._base
+    if memory.numel() == weights.numel() + 2 * GUARD:
+        assert bool((memory[:GUARD] == 7).all()) and bool((memory[-GUARD:] == 7).all()), "written outside the weights"
 
 
 def rows_changed(module, before):
@@ -214,13 +227,10 @@ def test_padding_belongs_to_no_bag(any_device):
 
 @pytest.mark.parametrize("name, given, repaired, count", BAD_OFFSETS, ids=[case[0] for case in BAD_OFFSETS])
 def test_off_stays_inside_the_tensors(name, given, repaired, count, any_device):
-    """Nothing is promised about the values, but the neighbours of every tensor stay as they are."""
+    """Nothing is promised about the values, but the neighbours of the weights stay as they are."""
     module = make(any_device, bounds_check="off")
-    guard = torch.full((64,), 7.0, device=any_device)
-    memory = torch.cat([guard, module.weights, guard])
-    module.weights = memory[64:-64]
+    assert module.weights._base is not None, "no guards"
     run(module, [0, 99, -3, 1], given)
-    assert torch.equal(memory[:64], guard) and torch.equal(memory[-64:], guard)
 
 
 def test_fatal_raises_on_the_cpu():
