@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
+from fbtriton.batch import BatchShape
 from fbtriton.config import EntryConfig, fixed_grid, select_entry, target_of
-from fbtriton.layout import OperatorSpec
-from fbtriton.rows import upper_bound
+from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.rows import bag_feature, upper_bound
 
 MODES = ("off", "ignore", "warning", "fatal")
 REPORT_SIZE = 6
@@ -104,15 +105,25 @@ def repair_offsets_kernel(
             tl.store(report_ptr + 1, tl.load(report_ptr + 1) + tl.sum(repairs))
 
 
+@triton.jit
+def first_bag_of(vbe, feature, batch_size):
+    """The first bag of a feature."""
+    if vbe is None:
+        bag = feature * batch_size
+    else:
+        bag = tl.load(vbe.first_bags + feature)
+    return bag
+
+
 @triton.jit(do_not_specialize=["batch_size"])
 def check_ids_kernel(
-    report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, features, batch_size,
+    report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, vbe, features, batch_size,
     BLOCK: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     """Programs (k, feature) walk the entries of one feature, which lie together, block by block."""
     feature = tl.program_id(1).to(tl.int64)
-    begin = tl.load(offsets_ptr + feature * batch_size).to(tl.int64)
-    end = tl.load(offsets_ptr + (feature + 1) * batch_size).to(tl.int64)
+    begin = tl.load(offsets_ptr + first_bag_of(vbe, feature, batch_size)).to(tl.int64)
+    end = tl.load(offsets_ptr + first_bag_of(vbe, feature + 1, batch_size)).to(tl.int64)
     table_rows = tl.load(features.rows + feature)
     count = tl.zeros([BLOCK], tl.int64)
     nowhere = tl.full([BLOCK], 1 << 62, tl.int64)
@@ -131,23 +142,25 @@ def check_ids_kernel(
         tl.atomic_min(first_bad_ptr, tl.min(first), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_features", "num_entries"])
-def report_first_kernel(report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, batch_size, num_features, num_entries):
+@triton.jit(do_not_specialize=["batch_size", "num_bags", "num_entries"])
+def report_first_kernel(report_ptr, first_bad_ptr, indices_ptr, bags, batch_size, num_bags, num_entries):
     """One program: turn the position of the first bad id into feature, sample and id, if none is reported yet."""
     position = tl.load(first_bad_ptr)
     if position < num_entries:
         if tl.load(report_ptr + 5) == 0:
-            bag = upper_bound(offsets_ptr, num_features * batch_size + 1, position + tl.zeros([1], tl.int64)) - 1
+            bag = upper_bound(bags.offsets, num_bags + 1, position + tl.zeros([1], tl.int64)) - 1
             bag = tl.sum(bag).to(tl.int64)
-            tl.store(report_ptr + 2, bag // batch_size)
-            tl.store(report_ptr + 3, bag % batch_size)
+            feature = bag_feature(bags, bag, batch_size)
+            tl.store(report_ptr + 2, feature)
+            tl.store(report_ptr + 3, bag - first_bag_of(bags.vbe, feature, batch_size))
             tl.store(report_ptr + 4, tl.load(indices_ptr + position).to(tl.int64))
             tl.store(report_ptr + 5, 1)
 
 
-def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
+def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec) -> Tensor:
     """Launch the check; returns the repaired offsets. Writes the report in mode "warning"."""
     config = select_entry()
+    indices, offsets = bags.indices, bags.offsets
     repaired = torch.empty_like(offsets)
     fatal = spec.bounds_check == "fatal"
     count = spec.bounds_check in ("warning", "fatal")
@@ -172,27 +185,27 @@ def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size
         num_entries=num_entries,
         BLOCK=config.block,
     )
-    if count and batch_size and num_entries:
-        _check_ids(indices, repaired, report, batch_size, spec, config)
+    if count and shape.num_bags and num_entries:
+        _check_ids(bags._replace(offsets=repaired), report, shape, spec, config)
     return repaired
 
 
-def _check_ids(
-    indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec, config: EntryConfig
-) -> None:
+def _check_ids(bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec, config: EntryConfig) -> None:
+    indices = bags.indices
     num_features = len(spec.feature_tables)
     num_entries = indices.numel()
     fatal = spec.bounds_check == "fatal"
-    first_bad = torch.full((1,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=offsets.device)
+    first_bad = torch.full((1,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=indices.device)
     blocks = triton.cdiv(num_entries, config.block)
     (programs,) = fixed_grid(target_of(indices.device), config.programs_per_multiprocessor, blocks)
     check_ids_kernel[(max(1, programs // num_features), num_features)](
         report_ptr=report,
         first_bad_ptr=first_bad,
         indices_ptr=indices,
-        offsets_ptr=offsets,
+        offsets_ptr=bags.offsets,
+        vbe=bags.vbe,
         features=spec.layout.on_device(indices.device).features,
-        batch_size=batch_size,
+        batch_size=shape.batch_size,
         BLOCK=config.block,
         FATAL=fatal,
         debug=fatal,
@@ -201,8 +214,8 @@ def _check_ids(
         report_ptr=report,
         first_bad_ptr=first_bad,
         indices_ptr=indices,
-        offsets_ptr=offsets,
-        batch_size=batch_size,
-        num_features=num_features,
+        bags=bags,
+        batch_size=shape.batch_size,
+        num_bags=shape.num_bags,
         num_entries=num_entries,
     )

@@ -7,6 +7,7 @@ needs from the time of the forward (learning rate, step, seed) travels in the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,58 +16,74 @@ from torch import Tensor
 from fbtriton import bounds_check as bounds
 from fbtriton import reference
 from fbtriton.backward import backward
+from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags, OperatorSpec, VbeLayout
 
 MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
 
 _library = torch.library.Library("fbtriton", "DEF")
 _library.define(
-    "check_bounds(Tensor indices, Tensor offsets, Tensor(a!) report, str spec) -> Tensor",
+    "place_bags(Tensor offsets, SymInt[] batch_sizes, str spec) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "check_bounds(Tensor indices, Tensor offsets, Tensor[] vbe, SymInt[] batch_sizes, Tensor(a!) report, str spec)"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
-    " Tensor indices, Tensor offsets, Tensor? sample_weights, str spec) -> (Tensor output, Tensor stamp)",
+    " Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes, str spec)"
+    " -> (Tensor output, Tensor stamp)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "embedding_bags_backward(Tensor grad_output, Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) seed_and_step,"
-    " Tensor stamp, Tensor indices, Tensor offsets, Tensor? sample_weights, bool needs_sample_weights_grad, str spec)"
-    " -> Tensor",
+    " Tensor stamp, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
+    " bool needs_sample_weights_grad, str spec) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _batch_size(offsets: Tensor, spec: OperatorSpec) -> int:
-    return (offsets.numel() - 1) // len(spec.feature_tables)
+def _bags(indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor]) -> Bags:
+    return Bags(indices, offsets, sample_weights, VbeLayout(*vbe) if vbe else None)
 
 
-def _check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: str) -> Tensor:
+def _place_bags(offsets: Tensor, batch_sizes: list[int], spec: str) -> list[Tensor]:
+    return list(place_bags(offsets, batch_sizes, OperatorSpec.from_json(spec)))
+
+
+def _check_bounds(
+    indices: Tensor, offsets: Tensor, vbe: list[Tensor], batch_sizes: list[int], report: Tensor, spec: str
+) -> Tensor:
     parsed = OperatorSpec.from_json(spec)
     check = bounds.bounds_check if uses_kernels(indices.device) else reference.bounds_check
-    return check(indices=indices, offsets=offsets, report=report, batch_size=_batch_size(offsets, parsed), spec=parsed)
+    shape = BatchShape.of(offsets, batch_sizes, parsed)
+    return check(bags=_bags(indices, offsets, None, vbe), report=report, shape=shape, spec=parsed)
 
 
 def _embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, spec: str,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
+    spec: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     return forward(
         weights=weights,
         hyperparameters=hyperparameters,
         seed_and_step=seed_and_step,
-        bags=Bags(indices, offsets, sample_weights),
-        batch_size=_batch_size(offsets, parsed),
+        bags=_bags(indices, offsets, sample_weights, vbe),
+        shape=BatchShape.of(offsets, batch_sizes, parsed),
         spec=parsed,
     )
 
 
 def _embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, needs_sample_weights_grad: bool, spec: str,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
+    needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     sample_weights_grad = backward(
@@ -75,31 +92,48 @@ def _embedding_bags_backward(
         states=states,
         seed_and_step=seed_and_step,
         stamp=stamp,
-        bags=Bags(indices, offsets, sample_weights),
-        batch_size=_batch_size(offsets, parsed),
+        bags=_bags(indices, offsets, sample_weights, vbe),
+        shape=BatchShape.of(offsets, batch_sizes, parsed),
         needs_sample_weights_grad=needs_sample_weights_grad,
         spec=parsed,
     )
     return stamp.new_empty(0, dtype=torch.float32) if sample_weights_grad is None else sample_weights_grad
 
 
+_library.impl("place_bags", _place_bags, "CompositeExplicitAutograd")
 _library.impl("check_bounds", _check_bounds, "CompositeExplicitAutograd")
 _library.impl("embedding_bags", _embedding_bags, "CompositeExplicitAutograd")
 _library.impl("embedding_bags_backward", _embedding_bags_backward, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("fbtriton::place_bags", lib=_library)
+def _fake_place_bags(offsets: Tensor, batch_sizes: list[int], spec: str) -> list[Tensor]:
+    num_features, num_bags = len(OperatorSpec.from_json(spec).feature_tables), sum(batch_sizes)
+    sizes = {
+        "first_bags": num_features + 1,
+        "bag_features": num_bags,
+        "output_offsets": num_bags,
+        "bucket_bags": num_bags,
+    }
+    dtypes = {"bag_features": torch.int32, "bucket_bags": torch.int32}
+    return [offsets.new_empty(size, dtype=dtypes.get(name, torch.int64)) for name, size in sizes.items()]
+
+
 @torch.library.register_fake("fbtriton::check_bounds", lib=_library)
-def _fake_check_bounds(indices: Tensor, offsets: Tensor, report: Tensor, spec: str) -> Tensor:
+def _fake_check_bounds(
+    indices: Tensor, offsets: Tensor, vbe: list[Tensor], batch_sizes: list[int], report: Tensor, spec: str
+) -> Tensor:
     return torch.empty_like(offsets)
 
 
 @torch.library.register_fake("fbtriton::embedding_bags", lib=_library)
 def _fake_embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, spec: str,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
+    spec: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
-    shape = (_batch_size(offsets, parsed), parsed.layout.columns[-1])
+    shape = BatchShape.of(offsets, batch_sizes, parsed).output_shape
     output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
     return output, seed_and_step.new_empty(2 + hyperparameters.numel())
 
@@ -107,31 +141,35 @@ def _fake_embedding_bags(
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
 def _fake_embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, needs_sample_weights_grad: bool, spec: str,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
+    needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     size = indices.numel() if needs_sample_weights_grad else 0
     return stamp.new_empty(size, dtype=torch.float32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, weights, states, _, seed_and_step, indices, offsets, sample_weights, spec = inputs
+    _, weights, states, _, seed_and_step, indices, offsets, sample_weights, vbe, batch_sizes, spec = inputs
     _, stamp = output
     ctx.mark_non_differentiable(stamp)
     ctx.set_materialize_grads(False)
-    ctx.spec = spec
-    ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states)
+    ctx.spec, ctx.batch_sizes, ctx.num_states = spec, batch_sizes, len(states)
+    ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states, *vbe)
 
 
 def _differentiate(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
-    weights, seed_and_step, stamp, indices, offsets, sample_weights, *states = ctx.saved_tensors
+    weights, seed_and_step, stamp, indices, offsets, sample_weights, *others = ctx.saved_tensors
+    states, vbe = others[: ctx.num_states], others[ctx.num_states :]
     sample_grad = None
     if grad_output is not None:
         needed = ctx.needs_input_grad[7]
         result = torch.ops.fbtriton.embedding_bags_backward(
-            grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, needed, ctx.spec
-        )
+            grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, vbe,
+            ctx.batch_sizes, needed, ctx.spec,
+        )  # fmt: skip
         sample_grad = result if needed else None
-    return None, None, [None] * len(states), None, None, None, None, sample_grad, None
+    no_sizes = None if ctx.batch_sizes else []  # torch takes an empty list for a list of tensors
+    return None, None, [None] * len(states), None, None, None, None, sample_grad, [None] * len(vbe), no_sizes, None
 
 
 torch.library.register_autograd(
@@ -139,7 +177,7 @@ torch.library.register_autograd(
 )
 
 
-def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.device, num_features: int) -> None:
+def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.device) -> None:
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
@@ -147,13 +185,32 @@ def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.devic
             raise ValueError(f"{name} must have one dimension, got shape {list(tensor.shape)}")
         if tensor.device != device:
             raise ValueError(f"{name} must be on {device} like the weights, got {tensor.device}")
-    if offsets.numel() % num_features != 1 % num_features or offsets.numel() == 0:
-        raise ValueError(
-            f"offsets must have F * B + 1 elements with F = {num_features} features, got {offsets.numel()}"
-        )
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.numel() > MAX_ENTRIES:
             raise ValueError(f"{name} must have at most {MAX_ENTRIES} elements, got {tensor.numel()}")
+
+
+def _check_bags(offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, num_features: int) -> list[int]:
+    """The flat batch sizes, empty without any."""
+    if batch_sizes is None:
+        if offsets.numel() == 0 or (offsets.numel() - 1) % num_features:
+            raise ValueError(
+                f"offsets must have F * B + 1 elements with F = {num_features} features, got {offsets.numel()}"
+            )
+        return []
+    if len(batch_sizes) != num_features or len({len(sizes) for sizes in batch_sizes}) != 1 or not batch_sizes[0]:
+        raise ValueError(
+            f"batch_sizes must have a list of batch sizes, one for each rank, for each of {num_features} features,"
+            f" got {batch_sizes!r}"
+        )
+    flat = [size for sizes in batch_sizes for size in sizes]
+    if any(size < 0 for size in flat):
+        raise ValueError(f"batch_sizes must not be negative, got {batch_sizes!r}")
+    if offsets.numel() != sum(flat) + 1:
+        raise ValueError(
+            f"offsets must have {sum(flat) + 1} elements, one more than the sum of batch_sizes, got {offsets.numel()}"
+        )
+    return flat
 
 
 def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:
@@ -180,6 +237,7 @@ def table_batched_embedding_bags(
     seed_and_step: Tensor,
     anchor: Tensor,
     bounds_report: Tensor,
+    batch_sizes: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Pool the rows of many tables; the backward updates them in place with a fused optimizer.
 
@@ -201,9 +259,12 @@ def table_batched_embedding_bags(
         seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
         anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
         bounds_report: int64 [6] device tensor, see `fbtriton.bounds_check`.
+        batch_sizes: for each feature a list of batch sizes, one for each rank, which may differ between features
+            (VBE; FBGEMM's `batch_size_per_feature_per_rank`). offsets then has one more element than their sum.
 
     Returns:
-        [B, sum of feature dims] of `spec.output_dtype`.
+        [B, sum of feature dims] of `spec.output_dtype`; with batch_sizes one dimension: rank by rank, feature by
+        feature, sample by sample, as FBGEMM has it.
 
     Mutates:
         bounds_report in the forward (mode "warning"); weights, states and the step in the backward. The caller's
@@ -215,17 +276,20 @@ def table_batched_embedding_bags(
 
     Does not synchronise with the device.
     """
-    _check_ids_and_offsets(indices, offsets, weights.device, len(spec.feature_tables))
+    _check_ids_and_offsets(indices, offsets, weights.device)
     if weights.dtype != spec.torch_weights_dtype:
         raise ValueError(f"weights must be {spec.torch_weights_dtype}, as constructed, got {weights.dtype}")
     if per_sample_weights is not None:
         _check_sample_weights(per_sample_weights, indices)
         per_sample_weights = per_sample_weights.float().contiguous()
+    flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
+    vbe = torch.ops.fbtriton.place_bags(offsets, flat_sizes, text) if batch_sizes is not None else []
     if spec.bounds_check != "off":
-        offsets = torch.ops.fbtriton.check_bounds(indices, offsets, bounds_report, text)
+        offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
     output, _ = torch.ops.fbtriton.embedding_bags(
-        anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, text
-    )
+        anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
+        flat_sizes, text,
+    )  # fmt: skip
     return output

@@ -70,12 +70,30 @@ class KeyTables(NamedTuple):
     dim: Tensor  # elements in a row
 
 
+class VbeLayout(NamedTuple):
+    """Where bags lie if every feature has a batch size of its own. Device tensors.
+
+    Example, two features of dims 4 and 2, batch sizes [[2, 1], [1, 1]] on two ranks; feature 1 is in the first bucket:
+
+        first_bags       0, 3, 5
+        bag_features     0, 0, 0, 1, 1
+        output_offsets   0, 4, 10, 8, 14     rank 0 fills the elements 0 to 9, rank 1 those from 10 on
+        bucket_bags      3, 4, 0, 1, 2
+    """
+
+    first_bags: Tensor  # [F + 1] int64; feature f owns the bags first_bags[f]:first_bags[f + 1]
+    bag_features: Tensor  # [bags] int32
+    output_offsets: Tensor  # [bags] int64; the bag's first element in the output
+    bucket_bags: Tensor  # [bags] int32; the bags bucket by bucket
+
+
 class Bags(NamedTuple):
     """The ids of a batch. Feature-major: bag f * B + b holds the ids of sample b in feature f."""
 
     indices: Tensor  # [N] int32 | int64
     offsets: Tensor  # [F * B + 1] int32 | int64; bag i owns indices[offsets[i]:offsets[i + 1]]
     sample_weights: Tensor | None  # [N] fp32; None = unweighted, compiled out
+    vbe: VbeLayout | None = None  # None = every feature has B samples
 
 
 class SortedRuns(NamedTuple):
@@ -165,9 +183,14 @@ class TableLayout:
         return _exclusive_sums(list(self.rows))
 
     @functools.cached_property
+    def feature_dims(self) -> list[int]:
+        """[F] elements in a row of each feature's table."""
+        return [self.dims[table] for table in self.feature_tables]
+
+    @functools.cached_property
     def columns(self) -> list[int]:
         """[F + 1] first output column of each feature; the last entry is the number of columns."""
-        return _exclusive_sums([self.dims[table] for table in self.feature_tables])
+        return _exclusive_sums(self.feature_dims)
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -183,6 +206,11 @@ class TableLayout:
             row_alignment=math.gcd(dim, self.table_alignment),
             column_alignment=math.gcd(WIDEST, self.columns[-1], *(self.columns[f] for f in features)),
         )
+
+    @property
+    def dim_alignment(self) -> int:
+        """Elements; every bag's place in the output of batch sizes for each feature is a multiple of it."""
+        return math.gcd(WIDEST, *self.dims)
 
     @functools.cached_property
     def key_order(self) -> list[int]:

@@ -156,16 +156,12 @@ class TableBatchedEmbeddingBags(nn.Module):
             indices: [N] int32 or int64 ids, feature-major.
             offsets: [F * B + 1] int32 or int64; bag (f, b) holds indices[offsets[f * B + b]:offsets[f * B + b + 1]].
             per_sample_weights: [N], optional.
-            batch_sizes: a batch size for each feature; not supported yet.
+            batch_sizes: for each feature a list of batch sizes, one for each rank (VBE); the output then has one
+                dimension, rank by rank, feature by feature, sample by sample.
 
         Raises:
             ValueError: see `fbtriton.functional.table_batched_embedding_bags`.
-            NotImplementedError: batch_sizes is given.
         """
-        if batch_sizes is not None:
-            raise NotImplementedError(
-                f"batch_sizes (a batch size for each feature, VBE) is not supported yet; pass None, got {batch_sizes!r}"
-            )
         return table_batched_embedding_bags(
             self.weights,
             indices,
@@ -177,6 +173,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             seed_and_step=self.seed_and_step,
             anchor=self.anchor,
             bounds_report=self.bounds_check_report,
+            batch_sizes=batch_sizes,
         )
 
     @property

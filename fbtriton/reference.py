@@ -6,11 +6,13 @@ Each function does one stage the obvious way. It works on any device, and waits 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fbtriton.batch import BatchShape
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import OPTIMIZERS, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
@@ -21,15 +23,17 @@ class FeatureEntries(NamedTuple):
 
     feature: int
     table: int
-    columns: slice  # of the output
+    place: Any  # index of the feature's part [samples, dim] of the output
     positions: Tensor  # [n] where each entry lies in the indices
-    samples: Tensor  # [n]
+    samples: Tensor  # [n] of this feature
+    num_samples: int
     rows: Tensor  # [n] int64, repaired
     scales: Tensor  # [n] fp64, per-sample weight, divided by the bag's length if pooling is "mean"
 
 
-def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
+def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec) -> Tensor:
     """The repaired offsets; counts into report in mode "warning", raises ValueError in mode "fatal"."""
+    indices, offsets = bags.indices, bags.offsets
     num_entries = indices.numel()
     given = offsets.to(torch.int64)
     repaired = given.clamp(0, num_entries)
@@ -44,12 +48,13 @@ def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size
             f" got offsets[{bag}] = {int(given[bag])}"
         )
     if mode in ("warning", "fatal"):
-        bad = [_bad_ids(feature, indices, repaired, batch_size, spec) for feature in range(len(spec.feature_tables))]
+        bad = [_bad_ids(feature, indices, repaired, shape, spec) for feature in range(len(spec.feature_tables))]
         positions = torch.cat(bad)
         if positions.numel():
             position = int(positions.min())
             bag = int(torch.searchsorted(repaired, position, right=True)) - 1
-            feature, sample, bad_id = bag // batch_size, bag % batch_size, int(indices[position])
+            feature = int(np.searchsorted(shape.first_bags, bag, side="right")) - 1
+            sample, bad_id = bag - shape.first_bags[feature], int(indices[position])
             if mode == "fatal":
                 table_rows = spec.tables[spec.feature_tables[feature]][0]
                 raise ValueError(
@@ -62,23 +67,24 @@ def bounds_check(*, indices: Tensor, offsets: Tensor, report: Tensor, batch_size
     return repaired.to(offsets.dtype)
 
 
-def _bad_ids(feature: int, indices: Tensor, offsets: Tensor, batch_size: int, spec: OperatorSpec) -> Tensor:
+def _bad_ids(feature: int, indices: Tensor, offsets: Tensor, shape: BatchShape, spec: OperatorSpec) -> Tensor:
     """Positions of one feature's ids that are out of range."""
-    begin, end = int(offsets[feature * batch_size]), int(offsets[(feature + 1) * batch_size])
+    begin, end = int(offsets[shape.first_bags[feature]]), int(offsets[shape.first_bags[feature + 1]])
     ids = indices[begin:end]
     rows = spec.tables[spec.feature_tables[feature]][0]
     return begin + ((ids != -1) & ((ids < 0) | (ids >= rows))).nonzero().flatten()
 
 
-def features_of(*, bags: Bags, batch_size: int, spec: OperatorSpec) -> Iterator[FeatureEntries]:
+def features_of(*, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Iterator[FeatureEntries]:
     """Every feature with its entries, ids repaired: out of range means row 0, -1 takes no part."""
     layout = spec.layout
     num_entries = bags.indices.numel()
     offsets = bags.offsets.to(torch.int64).clamp(0, num_entries)
     for feature, table in enumerate(spec.feature_tables):
-        bounds = offsets[feature * batch_size : (feature + 1) * batch_size + 1]
+        first, last = shape.first_bags[feature : feature + 2]
+        bounds = offsets[first : last + 1]
         lengths = (bounds[1:] - bounds[:-1]).clamp_min(0)
-        samples = torch.repeat_interleave(torch.arange(batch_size, device=offsets.device), lengths)
+        samples = torch.repeat_interleave(torch.arange(last - first, device=offsets.device), lengths)
         before = torch.cumsum(lengths, 0) - lengths
         positions = torch.arange(samples.numel(), device=offsets.device) + (bounds[:-1] - before)[samples]
         rows = bags.indices[positions].to(torch.int64)
@@ -92,12 +98,22 @@ def features_of(*, bags: Bags, batch_size: int, spec: OperatorSpec) -> Iterator[
         yield FeatureEntries(
             feature=feature,
             table=table,
-            columns=slice(layout.columns[feature], layout.columns[feature + 1]),
+            place=_place(feature, bags, shape, spec),
+            num_samples=last - first,
             positions=positions,
             samples=samples,
             rows=torch.where((rows >= 0) & (rows < layout.rows[table]), rows, 0),
             scales=scales,
         )
+
+
+def _place(feature: int, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Any:
+    """Index of a feature's part [samples, dim] of the output or its gradient."""
+    layout = spec.layout
+    if bags.vbe is None:
+        return slice(None), slice(layout.columns[feature], layout.columns[feature + 1])
+    first = bags.vbe.output_offsets[shape.first_bags[feature] : shape.first_bags[feature + 1]]
+    return first[:, None] + torch.arange(layout.feature_dims[feature], device=first.device)
 
 
 def table_views(weights: Tensor, spec: OperatorSpec) -> list[Tensor]:
@@ -115,44 +131,45 @@ def state_views(states: list[Tensor], spec: OperatorSpec) -> list[list[Tensor]]:
     return [[state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)]
 
 
-def forward(*, weights: Tensor, bags: Bags, batch_size: int, spec: OperatorSpec) -> Tensor:
-    """output[b, columns of f] = sum over the bag (f, b) of scale * row, rounded once to the output's dtype."""
+def forward(*, weights: Tensor, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Tensor:
+    """output of the bag (f, b) = sum over the bag (f, b) of scale * row, rounded once to the output's dtype."""
     tables = table_views(weights, spec)
-    output = weights.new_zeros(batch_size, spec.layout.columns[-1], dtype=torch.float64)
-    for entries in features_of(bags=bags, batch_size=batch_size, spec=spec):
+    output = weights.new_zeros(shape.output_shape, dtype=torch.float64)
+    for entries in features_of(bags=bags, shape=shape, spec=spec):
         rows = tables[entries.table][entries.rows].double() * entries.scales[:, None]
-        output[:, entries.columns].index_add_(0, entries.samples, rows)
+        pooled = output.new_zeros(entries.num_samples, rows.shape[1])
+        output[entries.place] = pooled.index_add_(0, entries.samples, rows)
     return output.to(spec.torch_output_dtype)
 
 
 def sample_weights_grad(
-    *, grad_output: Tensor, weights: Tensor, bags: Bags, batch_size: int, spec: OperatorSpec
+    *, grad_output: Tensor, weights: Tensor, bags: Bags, shape: BatchShape, spec: OperatorSpec
 ) -> Tensor:
     """[N] fp32: for each entry the dot product of its row and its bag's gradient; 0 where nothing takes part."""
     tables = table_views(weights, spec)
     unweighted = bags._replace(sample_weights=None)
     result = torch.zeros(bags.indices.numel(), dtype=torch.float64, device=weights.device)
-    for entries in features_of(bags=unweighted, batch_size=batch_size, spec=spec):
-        grads = grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None]
+    for entries in features_of(bags=unweighted, shape=shape, spec=spec):
+        grads = grad_output[entries.place].double()[entries.samples] * entries.scales[:, None]
         result[entries.positions] = (grads * tables[entries.table][entries.rows].double()).sum(dim=1)
     return result.float()
 
 
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    bags: Bags, batch_size: int, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, needs_sample_weights_grad: bool, spec: OperatorSpec,
 ) -> Tensor | None:  # fmt: skip
     """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
         sample_grad = None
         if needs_sample_weights_grad:
             sample_grad = sample_weights_grad(
-                grad_output=grad_output, weights=weights, bags=bags, batch_size=batch_size, spec=spec
+                grad_output=grad_output, weights=weights, bags=bags, shape=shape, spec=spec
             )
-        if batch_size and bags.indices.numel():
+        if shape.num_bags and bags.indices.numel():
             update_tables(
                 grad_output=grad_output, weights=weights, states=states, stamp=stamp,
-                bags=bags, batch_size=batch_size, spec=spec,
+                bags=bags, shape=shape, spec=spec,
             )  # fmt: skip
             seed_and_step[1] += 1
     return sample_grad
@@ -160,15 +177,15 @@ def backward(
 
 def update_tables(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], stamp: Tensor,
-    bags: Bags, batch_size: int, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Sum the gradients of each table's rows over all its features, then update those rows."""
     tables, table_states = table_views(weights, spec), state_views(states, spec)
     rows: list[list[Tensor]] = [[] for _ in tables]
     grads: list[list[Tensor]] = [[] for _ in tables]
-    for entries in features_of(bags=bags, batch_size=batch_size, spec=spec):
+    for entries in features_of(bags=bags, shape=shape, spec=spec):
         rows[entries.table].append(entries.rows)
-        grads[entries.table].append(grad_output[:, entries.columns].double()[entries.samples] * entries.scales[:, None])
+        grads[entries.table].append(grad_output[entries.place].double()[entries.samples] * entries.scales[:, None])
     for table, weight in enumerate(tables):
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():

@@ -53,6 +53,38 @@ def bag_bounds(offsets_ptr, bag, num_entries):
 
 
 @triton.jit
+def bag_feature(bags, bag, batch_size):
+    """The feature of each bag. bag any shape, int64"""
+    if bags.vbe is None:
+        feature = bag // batch_size
+    else:
+        feature = tl.load(bags.vbe.bag_features + bag).to(tl.int64)
+    return feature
+
+
+@triton.jit
+def output_offset(bags, features, bag, feature, batch_size, row_stride):
+    """The bag's first element in the output or its gradient. bag, feature any shape, int64"""
+    if bags.vbe is None:
+        offset = (bag % batch_size) * row_stride + tl.load(features.column + feature)
+    else:
+        offset = tl.load(bags.vbe.output_offsets + bag)
+    return offset
+
+
+@triton.jit
+def bucket_bag(bags, bucket_features_ptr, number, first_number, batch_size):
+    """The bag and feature of the bucket's bag number `number`; first_number counts the bags of earlier buckets."""
+    if bags.vbe is None:
+        feature = tl.load(bucket_features_ptr + number // batch_size)
+        bag = feature * batch_size + number % batch_size
+    else:
+        bag = tl.load(bags.vbe.bucket_bags + first_number + number).to(tl.int64)
+        feature = tl.load(bags.vbe.bag_features + bag).to(tl.int64)
+    return bag, feature
+
+
+@triton.jit
 def load_ids(indices_ptr, position, live, table_rows):
     """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fbtriton import reference
+from fbtriton.batch import BatchShape, place_bags
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.module import TableBatchedEmbeddingBags
 from fbtriton.optim import make_stamp
@@ -26,11 +27,18 @@ class Batch:
     indices: Tensor  # [N]
     offsets: Tensor  # [F * B + 1]
     sample_weights: Tensor | None  # [N] fp32
+    batch_sizes: tuple[int, ...] = ()  # [F * ranks], feature-major; empty = every feature has B samples
+
+    def nested_batch_sizes(self, spec: OperatorSpec) -> list[list[int]] | None:
+        """As `TableBatchedEmbeddingBags.forward` takes them."""
+        ranks = len(self.batch_sizes) // len(spec.feature_tables)
+        sizes = [list(self.batch_sizes[f * ranks : (f + 1) * ranks]) for f in range(len(spec.feature_tables))]
+        return sizes if ranks else None
 
 
 def make_batch(
     rows: Sequence[int],
-    lengths: Tensor,
+    lengths: Sequence[Tensor],
     *,
     seed: int,
     weighted: bool = False,
@@ -45,17 +53,18 @@ def make_batch(
 
     Args:
         rows: for each feature the rows of its table.
-        lengths: [F, B] ids in each bag.
+        lengths: for each feature [samples] ids in each bag; a tensor [F, B] will do.
         weighted: with per-sample weights in [-1, 1).
         pruned: share of ids that are -1.
         padding: ids after the last bag, which are garbage on purpose.
         hot: share of ids that are row 0, for long runs.
     """
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
+    flat = torch.cat(list(lengths))
+    offsets = torch.zeros(flat.numel() + 1, dtype=torch.int64)
+    torch.cumsum(flat, 0, out=offsets[1:])
     size = int(offsets[-1])
-    limits = torch.tensor(list(rows)).repeat_interleave(lengths.sum(dim=1))
+    limits = torch.tensor(list(rows)).repeat_interleave(torch.stack([part.sum() for part in lengths]))
     indices = (torch.rand(size, generator=generator, dtype=torch.float64) * limits).long()
     indices[torch.rand(size, generator=generator) < hot] = 0
     indices[torch.rand(size, generator=generator) < pruned] = -1
@@ -84,7 +93,7 @@ def run_step(module: TableBatchedEmbeddingBags, batch: Batch, grad_output: Tenso
     if sample_weights is not None and sample_grad:
         sample_weights = sample_weights.clone().requires_grad_()
     given = [batch.indices.clone(), batch.offsets.clone()]
-    output = module(batch.indices, batch.offsets, sample_weights)
+    output = module(batch.indices, batch.offsets, sample_weights, batch_sizes=batch.nested_batch_sizes(module.spec))
     output.backward(grad_output)
     assert torch.equal(batch.indices, given[0]) and torch.equal(batch.offsets, given[1]), "inputs were modified"
     return Step(
@@ -102,13 +111,13 @@ def reference_step(
     spec: OperatorSpec = module.spec
     weights, states = module.weights.clone(), [state.clone() for state in module._states]
     seed_and_step = module.seed_and_step.clone()
-    batch_size = (batch.offsets.numel() - 1) // len(spec.feature_tables)
+    sizes = batch.batch_sizes
+    vbe = place_bags(batch.offsets, sizes, spec) if sizes else None
+    shape = BatchShape.of(batch.offsets, sizes, spec)
+    bags = Bags(batch.indices, batch.offsets, batch.sample_weights, vbe)
     report = torch.zeros_like(module.bounds_check_report)
-    offsets = reference.bounds_check(
-        indices=batch.indices, offsets=batch.offsets, report=report, batch_size=batch_size, spec=spec
-    )
-    bags = Bags(batch.indices, offsets, batch.sample_weights)
-    output = reference.forward(weights=weights, bags=bags, batch_size=batch_size, spec=spec)
+    bags = bags._replace(offsets=reference.bounds_check(bags=bags, report=report, shape=shape, spec=spec))
+    output = reference.forward(weights=weights, bags=bags, shape=shape, spec=spec)
     grad = reference.backward(
         grad_output=grad_output,
         weights=weights,
@@ -116,7 +125,7 @@ def reference_step(
         seed_and_step=seed_and_step,
         stamp=make_stamp(module.hyperparameters, seed_and_step),
         bags=bags,
-        batch_size=batch_size,
+        shape=shape,
         needs_sample_weights_grad=sample_grad,
         spec=spec,
     )

@@ -7,7 +7,6 @@ import torch
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 
-
 GUARD = 64  # elements on both sides of the weights that nothing may touch
 
 
@@ -131,9 +130,20 @@ def test_wrong_values(build, message):
         build()
 
 
-def test_batch_sizes_are_not_there_yet():
-    with pytest.raises(NotImplementedError, match="batch_sizes .* is not supported yet"):
-        make("cpu")(**GOOD, batch_sizes=[[1], [1]])
+@pytest.mark.parametrize(
+    "batch_sizes, message",
+    [
+        ([[2]], "batch_sizes must have a list of batch sizes, one for each rank, for each of 2 features, got [[2]]"),
+        ([[1], [1, 0]], "batch_sizes must have a list of batch sizes, one for each rank, for each of 2 features"),
+        ([[], []], "batch_sizes must have a list of batch sizes, one for each rank, for each of 2 features"),
+        ([[3], [-1]], "batch_sizes must not be negative, got [[3], [-1]]"),
+        ([[2], [1]], "offsets must have 4 elements, one more than the sum of batch_sizes, got 3"),
+    ],
+    ids=str,
+)
+def test_wrong_batch_sizes(batch_sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make("cpu")(**GOOD, batch_sizes=batch_sizes)
 
 
 def test_weights_of_another_dtype_are_refused():
@@ -252,3 +262,14 @@ def test_table_without_rows(any_device):
     assert torch.equal(output, torch.zeros(1, 8))
     assert module.bounds_report().bad_ids == 1
     assert rows_changed(module, [torch.zeros_like(view) for view in module.split_embedding_weights()]) == [[], [1]]
+
+
+def test_bad_ids_with_a_batch_size_for_each_feature(any_device):
+    """Feature 0 has two samples, feature 1 three; the first bad id is the second of feature 1's last sample."""
+    module = make(any_device)
+    indices = torch.tensor([0, 1, 0, 1, 2, 9], device=any_device)
+    offsets = torch.tensor([0, 1, 2, 3, 4, 6], device=any_device)
+    output = module(indices, offsets, batch_sizes=[[2], [3]])
+    assert output[-2:].tolist() == [104.0 + 100.0, 105.0 + 101.0]
+    report = module.bounds_report()
+    assert (report.bad_ids, report.first_bad_id) == (1, (1, 2, 9))

@@ -32,11 +32,13 @@ class Variant:
     offset_dtype: torch.dtype = torch.int64
     stochastic_rounding: bool = True
     bounds_check: str = "warning"
+    vbe: bool = False  # a batch size for each feature
 
     def __str__(self):
         parts = [f"D{'-'.join(map(str, self.dims))}", SHORT[self.weights_dtype], SHORT[self.output_dtype]]
         parts += [self.optimizer, self.pooling, "weighted"[: 8 * self.weighted], self.bounds_check]
         parts += [str(self.index_dtype)[6:], str(self.offset_dtype)[6:], "sr"[: 2 * self.stochastic_rounding]]
+        parts += ["vbe"[: 3 * self.vbe]]
         return "-".join(filter(None, parts))
 
 
@@ -60,10 +62,12 @@ def compile_variant(variant, backend, arch):
     indices = torch.zeros(40 * num_bags, dtype=variant.index_dtype)
     weights = torch.rand(indices.numel(), requires_grad=True) if variant.weighted else None
     with compile_only(backend, arch) as kernels:
-        output = module(indices, offsets, weights)
-        # A row stride that is a multiple of 16 bytes, as with any table of an aligned dim in last place.
-        grad = torch.ones(output.shape[0], (output.shape[1] + 7) // 8 * 8, dtype=output.dtype)
-        output.backward(grad[:, : output.shape[1]])
+        batch_sizes = [[2]] * (len(variant.dims) + 1) if variant.vbe else None
+        output = module(indices, offsets, weights, batch_sizes=batch_sizes)
+        grad = torch.ones_like(output)
+        if not variant.vbe:  # a row stride of whole 16 bytes, as with any table of an aligned dim in last place
+            grad = grad.new_ones(grad.shape[0], (grad.shape[1] + 7) // 8 * 8)[:, : grad.shape[1]]
+        output.backward(grad)
     return kernels
 
 
@@ -133,6 +137,7 @@ def pairwise_cover():
         "offset_dtype": [torch.int32, torch.int64],
         "stochastic_rounding": [False, True],
         "bounds_check": ["off", "ignore", "warning", "fatal"],
+        "vbe": [False, True],
     }
     names = list(options)
     pairs = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}

@@ -147,3 +147,22 @@ def test_imports_neither_fbgemm_nor_torchrec():
         "import sys, fbtriton; assert not {'fbgemm_gpu', 'torchrec'} & {name.split('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_batch_sizes_give_the_rows_of_separate_calls(any_device):
+    """Each rank's part of the output is what its samples give on their own, feature by feature."""
+    module = make(device=any_device)
+    batch_sizes = [[2, 1], [1, 0], [0, 2]]
+    lengths = torch.tensor([3, 0, 2, 4, 1, 2])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    indices = torch.arange(12) % 4
+    output = module(indices.to(any_device), offsets.to(any_device), batch_sizes=batch_sizes).cpu()
+    tables = [view.cpu() for view in module.split_embedding_weights()]
+    bags = [indices[begin:end] for begin, end in zip(offsets, offsets[1:], strict=False)]
+    first = [0, 3, 4]
+    expected = []
+    for rank in range(2):
+        for feature, table in enumerate(tables):
+            start = first[feature] + sum(batch_sizes[feature][:rank])
+            expected += [table[ids].sum(dim=0) for ids in bags[start : start + batch_sizes[feature][rank]]]
+    torch.testing.assert_close(output, torch.cat(expected))

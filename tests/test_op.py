@@ -130,17 +130,34 @@ def test_opcheck(any_device):
     text = module.spec.text
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     report = module.bounds_check_report
-    torch.library.opcheck(torch.ops.fbtriton.check_bounds, (indices, offsets, report, text), test_utils=tests)
+    torch.library.opcheck(torch.ops.fbtriton.check_bounds, (indices, offsets, [], [], report, text), test_utils=tests)
     weights = torch.rand(8, device=any_device, requires_grad=True)
     for sample_weights in (None, weights):
         inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, indices, offsets)
-        torch.library.opcheck(torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, text), test_utils=tests)
+        torch.library.opcheck(
+            torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], text), test_utils=tests
+        )
     with torch.no_grad():
-        output, stamp = torch.ops.fbtriton.embedding_bags(*inputs, None, text)
+        output, stamp = torch.ops.fbtriton.embedding_bags(*inputs, None, [], [], text)
     saved = (module.seed_and_step, stamp, indices, offsets)
     for sample_weights, needed in ((None, False), (weights.detach(), True)):
         torch.library.opcheck(
             torch.ops.fbtriton.embedding_bags_backward,
-            (torch.ones_like(output), module.weights, [], *saved, sample_weights, needed, text),
+            (torch.ones_like(output), module.weights, [], *saved, sample_weights, [], [], needed, text),
             test_utils=tests,
         )
+
+
+@EAGER_AND_COMPILED
+def test_batch_sizes(compiled, any_device):
+    module, call = make(any_device, compiled)
+    sizes = [[1, 2], [1, 0]]
+    indices = torch.tensor([0, 1, 2, 3, 4], device=any_device)
+    offsets = torch.tensor([0, 1, 3, 4, 5], device=any_device)
+    expected = [view.clone().double() for view in module.split_embedding_weights()]
+    expected[0][[0, 1, 2, 3]] -= 0.5
+    expected[1][4] -= 0.5
+    output = call(indices, offsets, batch_sizes=sizes)
+    assert output.shape == (3 * 4 + 8,)
+    output.sum().backward()
+    assert_tables(module, expected)

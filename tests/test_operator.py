@@ -18,12 +18,13 @@ INTEGERS = [torch.int32, torch.int64]
 
 @dataclass(frozen=True)
 class Case:
-    """Left out: VBE and unpooled bags, which the operator does not have yet."""
+    """Left out: unpooled bags, which the operator does not have yet."""
 
     rows: tuple[int, ...] = (9, 5)
     dims: tuple[int, ...] = (4, 4)
     feature_tables: tuple[int, ...] = (0, 1)
-    lengths: tuple[tuple[int, ...], ...] = ((3, 0, 2), (1, 4, 0))  # [F][B]
+    lengths: tuple[tuple[int, ...], ...] = ((3, 0, 2), (1, 4, 0))  # [F][samples]
+    batch_sizes: tuple[int, ...] = ()  # [F * ranks], feature-major; empty = all features have one batch size
     optimizer: str = "rowwise_adagrad"
     pooling: str = "sum"
     weighted: bool = False
@@ -56,9 +57,9 @@ class Case:
         return module.init_uniform_(-1, 1)
 
     def batch(self, device, seed=0):
-        return make_batch(
+        batch = make_batch(
             [self.rows[table] for table in self.feature_tables],
-            torch.tensor(self.lengths, dtype=torch.int64),
+            [torch.tensor(lengths, dtype=torch.int64) for lengths in self.lengths],
             seed=seed,
             weighted=self.weighted,
             pruned=self.pruned,
@@ -68,11 +69,15 @@ class Case:
             offset_dtype=self.offset_dtype,
             device=device,
         )
+        return replace(batch, batch_sizes=self.batch_sizes)
 
     def gradient(self, device, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        columns = sum(self.dims[table] for table in self.feature_tables)
-        grad = torch.rand(len(self.lengths[0]), columns, generator=generator) * 2 - 1
+        dims = [self.dims[table] for table in self.feature_tables]
+        shape = (len(self.lengths[0]), sum(dims))
+        if self.batch_sizes:
+            shape = (sum(len(lengths) * dim for lengths, dim in zip(self.lengths, dims, strict=True)),)
+        grad = torch.rand(shape, generator=generator) * 2 - 1
         return grad.to(device, self.output_dtype)
 
     @property
@@ -90,16 +95,18 @@ def check(case, device, seed=0):
         actual = run_step(module, batch, grad, case.sample_grad)
         assert_same_step(actual, expected, terms=case.terms, module=module)
         check_untouched(case, module, batch, before)
-    assert module.seed_and_step[1] == (case.steps if case.terms + case.padding and len(case.lengths[0]) else 0)
+    trains = case.terms + case.padding and any(case.lengths)
+    assert module.seed_and_step[1] == (case.steps if trains else 0)
     assert module.bounds_report().bad_ids == 0
     return actual
 
 
 def check_untouched(case, module, batch, before):
     touched = [set() for _ in case.rows]
-    offsets, batch_size = batch.offsets.tolist(), len(case.lengths[0])
-    for feature, table in enumerate(case.feature_tables):
-        ids = batch.indices[offsets[feature * batch_size] : offsets[(feature + 1) * batch_size]]
+    offsets, first = batch.offsets.tolist(), 0
+    for table, lengths in zip(case.feature_tables, case.lengths, strict=True):
+        ids = batch.indices[offsets[first] : offsets[first + len(lengths)]]
+        first += len(lengths)
         touched[table].update(ids.tolist())
     for table, view in enumerate(module.split_embedding_weights()):
         rest = [row for row in range(case.rows[table]) if row not in touched[table]]
@@ -121,9 +128,14 @@ def cases(draw):
     num_tables = draw(st.integers(1, 3))
     extra = draw(st.lists(st.integers(0, num_tables - 1), max_size=2))
     feature_tables = tuple(draw(st.permutations([*range(num_tables), *extra])))
-    batch_size = draw(st.integers(0, 3))
     bag = st.integers(0, 6)
-    lengths = tuple(tuple(draw(bag) for _ in range(batch_size)) for _ in feature_tables)
+    batch_sizes = ()
+    samples = [draw(st.integers(0, 3))] * len(feature_tables)
+    if draw(st.booleans()):
+        ranks = draw(st.integers(1, 3))
+        batch_sizes = tuple(draw(st.integers(0, 2)) for _ in range(len(feature_tables) * ranks))
+        samples = [sum(batch_sizes[f * ranks : (f + 1) * ranks]) for f in range(len(feature_tables))]
+    lengths = tuple(tuple(draw(bag) for _ in range(count)) for count in samples)
     weighted = draw(st.booleans())
     dims = st.sampled_from([3, 64] if ON_GPU else [1, 2, 3, 4, 5, 8, 12, 20, 64])
     return Case(
@@ -131,6 +143,7 @@ def cases(draw):
         dims=tuple(draw(dims) for _ in range(num_tables)),
         feature_tables=feature_tables,
         lengths=lengths,
+        batch_sizes=batch_sizes,
         optimizer=draw(options("rowwise_adagrad", "sgd")),
         pooling=draw(options("sum", "mean")),
         weighted=weighted,
@@ -266,3 +279,23 @@ def test_nan_gradient_reaches_only_its_rows(device):
 def test_state_of_another_step_is_not_shared(device):
     """Ten steps of row-wise Adagrad, each from the state the last one left."""
     check(replace(Case(), steps=10), device)
+
+
+def vbe_case(**options):
+    return Case(
+        rows=(9, 5, 7), dims=(4, 8, 4), feature_tables=(0, 1, 2, 0),
+        lengths=((3, 0, 2), (4,), (), (1, 5)), batch_sizes=(2, 1, 0, 1, 0, 0, 1, 1), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_batch_size_for_each_feature(pooling, optimizer, device):
+    case = vbe_case(pooling=pooling, optimizer=optimizer, weighted=True, sample_grad=True, pruned=0.2, padding=2)
+    check(case, device)
+
+
+@pytest.mark.parametrize("batch_sizes", [(0, 0, 0, 0), (0, 2, 0, 0), (0, 0, 0, 3)], ids=str)
+def test_features_without_samples(batch_sizes, device):
+    lengths = tuple(tuple([2] * sum(batch_sizes[2 * f : 2 * f + 2])) for f in range(2))
+    check(Case(dims=(8, 4), lengths=lengths, batch_sizes=batch_sizes), device)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fbtriton.backward.classify import classify, max_pieces
 from fbtriton.backward.transpose import transpose
+from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import EntryConfig, force_config
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.testing import make_batch
@@ -59,7 +60,8 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
     seed_and_step = torch.tensor([1, 41], device=device)
     config = EntryConfig(block=8, bags_per_program=4, entries_per_bag=4, programs_per_multiprocessor=2)
     with force_config(entry=config):
-        runs = transpose(bags=Bags(*_fields(batch)), batch_size=batch_size, grad_output=grad_output, spec=spec)
+        shape = BatchShape.of(batch.offsets, (), spec)
+        runs = transpose(bags=Bags(*_fields(batch)), shape=shape, grad_output=grad_output, spec=spec)
         pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece, spec=spec)
     assert seed_and_step.tolist() == [1, 42]
     entries = expected_entries(spec, batch, batch_size)
@@ -110,3 +112,15 @@ def test_layout_example():
     assert [(b.dim, b.tables, b.features) for b in layout.buckets] == [(1, (1,), (1,)), (4, (0, 2), (0, 2, 3))]
     assert layout.key_bases == [2, 0, 5]
     assert OperatorSpec.from_json(spec.text) == spec
+
+
+def test_vbe_example(device):
+    """The worked example of fbtriton.layout.VbeLayout."""
+    spec = OperatorSpec(((9, 4), (9, 2)), (0, 1), "sum", "float32", "float32", "sgd", False, "off")
+    vbe = place_bags(torch.zeros(6, dtype=torch.int32, device=device), [2, 1, 1, 1], spec)
+    assert vbe.first_bags.tolist() == [0, 3, 5]
+    assert vbe.bag_features.tolist() == [0, 0, 0, 1, 1]
+    assert vbe.output_offsets.tolist() == [0, 4, 10, 8, 14]
+    assert vbe.bucket_bags.tolist() == [3, 4, 0, 1, 2]
+    shape = BatchShape.of(torch.zeros(6), [2, 1, 1, 1], spec)
+    assert (shape.samples, shape.output_shape, shape.num_bags) == ((3, 2), (16,), 5)

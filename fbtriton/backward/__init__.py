@@ -13,19 +13,27 @@ from fbtriton.backward.long_run import apply, grad_accum
 from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.transpose import transpose
+from fbtriton.batch import BatchShape
 from fbtriton.config import select_long_run, uses_kernels
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags, OperatorSpec, TableLayout
 from fbtriton.optim import OptimizerStates
 
 
 def with_unit_columns(grad_output: Tensor) -> Tensor:
-    """Kernels take any stride between rows; columns must be neighbours, so other gradients are copied."""
-    return grad_output if grad_output.stride(1) == 1 else grad_output.contiguous()
+    """Kernels take any stride between rows; elements of a row must be neighbours, so other gradients are copied."""
+    return grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
+
+
+def gradient_alignments(grad_output: Tensor, bags: Bags, layout: TableLayout) -> list[int]:
+    """For each bucket, what every bag's place in the gradient is a multiple of. Elements."""
+    if bags.vbe is not None:
+        return [layout.dim_alignment] * len(layout.buckets)
+    return [math.gcd(bucket.column_alignment, grad_output.stride(0)) for bucket in layout.buckets]
 
 
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    bags: Bags, batch_size: int, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, needs_sample_weights_grad: bool, spec: OperatorSpec,
 ) -> Tensor | None:  # fmt: skip
     """Update weights and states in place; returns the gradient of the per-sample weights if it is needed."""
     if not uses_kernels(weights.device):
@@ -36,22 +44,22 @@ def backward(
             seed_and_step=seed_and_step,
             stamp=stamp,
             bags=bags,
-            batch_size=batch_size,
+            shape=shape,
             needs_sample_weights_grad=needs_sample_weights_grad,
             spec=spec,
         )
-    if batch_size == 0 or bags.indices.numel() == 0:
+    if shape.num_bags == 0 or bags.indices.numel() == 0:
         return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
 
     grad_output = with_unit_columns(grad_output)
     buckets = spec.layout.buckets
-    grad_alignments = [math.gcd(bucket.column_alignment, grad_output.stride(0)) for bucket in buckets]
+    grad_alignments = gradient_alignments(grad_output, bags, spec.layout)
     sample_grad = None
     if needs_sample_weights_grad:
         sample_grad = sample_weights_grad(
             weights=weights,
             bags=bags,
-            batch_size=batch_size,
+            shape=shape,
             grad_output=grad_output,
             grad_alignments=grad_alignments,
             spec=spec,
@@ -59,7 +67,7 @@ def backward(
 
     long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
     threshold, piece_length = long_runs[0].threshold, long_runs[0].piece_length
-    runs = transpose(bags=bags, batch_size=batch_size, grad_output=grad_output, spec=spec)
+    runs = transpose(bags=bags, shape=shape, grad_output=grad_output, spec=spec)
     pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec)
     partials = grad_output.new_empty(
         max_pieces(bags.indices.numel(), threshold), max(spec.layout.dims), dtype=torch.float32

@@ -9,25 +9,27 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
+from fbtriton.batch import BatchShape
 from fbtriton.config import select_gather
 from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.rows import bag_bounds, load_ids, load_tile
+from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, output_offset
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_entries"])
+@triton.jit(do_not_specialize=["first_bag", "batch_size", "num_entries"])
 def sample_weights_grad_kernel(
-    out_ptr, grad_ptr, weights_ptr, bucket_features_ptr, features, bags, batch_size, num_entries, grad_stride,
+    out_ptr, grad_ptr, weights_ptr, bucket_features_ptr, features, bags,
+    first_bag, batch_size, num_entries, grad_stride,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
     TABLE_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    feature = tl.load(bucket_features_ptr + program // batch_size)
-    sample = program % batch_size
-    begin, length = bag_bounds(bags.offsets, feature * batch_size + sample, num_entries)
+    bag, feature = bucket_bag(bags, bucket_features_ptr, program, first_bag, batch_size)
+    begin, length = bag_bounds(bags.offsets, bag, num_entries)
     table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
     table_rows = tl.load(features.rows + feature)
     column = tl.arange(0, BLOCK_D)
-    offset = tl.multiple_of(sample * grad_stride + tl.load(features.column + feature), GRAD_ALIGNMENT)
+    offset = output_offset(bags, features, bag, feature, batch_size, grad_stride)
+    offset = tl.multiple_of(offset, GRAD_ALIGNMENT)
     grad = tl.load(grad_ptr + offset + column, mask=column < DIM, other=0.0).to(tl.float32)
     if MEAN:
         grad *= 1.0 / tl.maximum(length, 1).to(tl.float32)
@@ -42,22 +44,28 @@ def sample_weights_grad_kernel(
 
 
 def sample_weights_grad(
-    *, weights: Tensor, bags: Bags, batch_size: int, grad_output: Tensor, grad_alignments: list[int], spec: OperatorSpec
+    *, weights: Tensor, bags: Bags, shape: BatchShape, grad_output: Tensor, grad_alignments: list[int],
+    spec: OperatorSpec,
 ) -> Tensor:  # fmt: skip
     """[N] fp32; 0 for pruned ids and padding."""
     layout = spec.layout
     on_device = layout.on_device(weights.device)
     out = torch.zeros_like(bags.indices, dtype=torch.float32)
+    first_bag = 0
     for number, bucket in enumerate(layout.buckets):
         config = select_gather(bucket.block_dim)
-        sample_weights_grad_kernel[(len(bucket.features) * batch_size,)](
+        num_bags = shape.bags_of(bucket)
+        if num_bags == 0:
+            continue
+        sample_weights_grad_kernel[(num_bags,)](
             out_ptr=out,
             grad_ptr=grad_output,
             weights_ptr=weights,
             bucket_features_ptr=on_device.bucket_features[number],
             features=on_device.features,
             bags=bags,
-            batch_size=batch_size,
+            first_bag=first_bag,
+            batch_size=shape.batch_size,
             num_entries=bags.indices.numel(),
             grad_stride=grad_output.stride(0),
             DIM=bucket.dim,
@@ -68,4 +76,5 @@ def sample_weights_grad(
             GRAD_ALIGNMENT=grad_alignments[number],
             num_warps=config.num_warps,
         )
+        first_bag += num_bags
     return out

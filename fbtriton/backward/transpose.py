@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
+from fbtriton.batch import BatchShape
 from fbtriton.config import fixed_grid, select_entry, target_of
 from fbtriton.layout import Bags, OperatorSpec, SortedRuns
-from fbtriton.rows import bag_bounds, load_ids
+from fbtriton.rows import bag_bounds, bag_feature, load_ids, output_offset
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_bags", "num_entries", "no_key"])
@@ -24,7 +25,7 @@ def linearise_kernel(
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)  # [BAGS]
     live_bag = bag < num_bags
     bag = tl.where(live_bag, bag, 0)
-    feature = bag // batch_size
+    feature = bag_feature(bags, bag, batch_size)
     begin, length = bag_bounds(bags.offsets, bag, num_entries)
     length = tl.where(live_bag, length, 0)
     key_base = tl.load(features.key_base + feature)
@@ -39,7 +40,7 @@ def linearise_kernel(
         tl.store(entry_bags_ptr + position, (bag[:, None] + tl.zeros_like(position)).to(tl.int32), mask=inside)
 
 
-def linearise(*, bags: Bags, batch_size: int, spec: OperatorSpec) -> tuple[Tensor, Tensor]:
+def linearise(*, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> tuple[Tensor, Tensor]:
     """Keys [N] and bags [N] int32 of the entries; padding keeps the key that trains nothing."""
     layout = spec.layout
     config = select_entry()
@@ -51,7 +52,7 @@ def linearise(*, bags: Bags, batch_size: int, spec: OperatorSpec) -> tuple[Tenso
         entry_bags_ptr=entry_bags,
         features=layout.on_device(keys.device).features,
         bags=bags,
-        batch_size=batch_size,
+        batch_size=shape.batch_size,
         num_bags=num_bags,
         num_entries=keys.numel(),
         no_key=layout.no_key,
@@ -90,8 +91,8 @@ def write_runs_kernel(
         trains = live & (key != no_key)
         entry = tl.load(order_ptr + slot, mask=trains, other=0)
         bag = tl.load(entry_bags_ptr + entry, mask=trains, other=0).to(tl.int64)
-        column = tl.load(features.column + bag // batch_size, mask=trains, other=0)
-        grad_offset = (bag % batch_size) * grad_stride + column
+        feature = bag_feature(bags, bag, batch_size)
+        grad_offset = output_offset(bags, features, bag, feature, batch_size, grad_stride)
         tl.store(runs.grad_offsets + slot, grad_offset.to(runs.grad_offsets.dtype.element_ty), mask=live)
         if runs.entry_scales is not None:
             scale = tl.full([BLOCK], 1.0, tl.float32)
@@ -104,7 +105,7 @@ def write_runs_kernel(
 
 
 def find_runs(
-    *, keys: Tensor, order: Tensor, entry_bags: Tensor, bags: Bags, batch_size: int, grad_output: Tensor,
+    *, keys: Tensor, order: Tensor, entry_bags: Tensor, bags: Bags, shape: BatchShape, grad_output: Tensor,
     spec: OperatorSpec,
 ) -> SortedRuns:  # fmt: skip
     """Sorted keys -> runs, and for each sorted entry the place and factor of its gradient."""
@@ -113,7 +114,7 @@ def find_runs(
     starts = torch.ones(num_entries, dtype=torch.int32, device=keys.device)
     starts[1:] = keys[1:] != keys[:-1]
     run_counts = torch.cumsum(starts, 0, dtype=torch.int32)
-    last_offset = batch_size * grad_output.stride(0)
+    last_offset = shape.output_shape[0] * grad_output.stride(0)
     offset_dtype = torch.int32 if last_offset <= torch.iinfo(torch.int32).max else torch.int64
     scaled = spec.mean or bags.sample_weights is not None
     runs = SortedRuns(
@@ -133,7 +134,7 @@ def find_runs(
         entry_bags_ptr=entry_bags,
         features=spec.layout.on_device(keys.device).features,
         bags=bags,
-        batch_size=batch_size,
+        batch_size=shape.batch_size,
         num_entries=num_entries,
         no_key=spec.layout.no_key,
         grad_stride=grad_output.stride(0),
@@ -144,16 +145,16 @@ def find_runs(
     return runs
 
 
-def transpose(*, bags: Bags, batch_size: int, grad_output: Tensor, spec: OperatorSpec) -> SortedRuns:
+def transpose(*, bags: Bags, shape: BatchShape, grad_output: Tensor, spec: OperatorSpec) -> SortedRuns:
     """Bags -> runs: every row of the batch once, with all its entries."""
-    keys, entry_bags = linearise(bags=bags, batch_size=batch_size, spec=spec)
+    keys, entry_bags = linearise(bags=bags, shape=shape, spec=spec)
     keys, order = sort(keys)
     return find_runs(
         keys=keys,
         order=order,
         entry_bags=entry_bags,
         bags=bags,
-        batch_size=batch_size,
+        shape=shape,
         grad_output=grad_output,
         spec=spec,
     )

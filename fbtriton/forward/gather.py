@@ -9,9 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
+from fbtriton.batch import BatchShape
 from fbtriton.config import select_gather
 from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.rows import bag_bounds, load_ids, load_tile, scale_rows, write_stamp
+from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, output_offset, scale_rows, write_stamp
 
 
 @triton.jit
@@ -30,51 +31,56 @@ def sum_bag(
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_entries", "num_columns"])
+@triton.jit(do_not_specialize=["first_bag", "batch_size", "num_entries", "num_columns"])
 def gather_kernel(
     out_ptr, stamp_ptr,
     weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
-    batch_size, num_entries, num_columns,
+    first_bag, batch_size, num_entries, num_columns,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
-    TABLE_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr,
+    TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if stamp_ptr is not None:
         if program == 0:
             write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
-    feature = tl.load(bucket_features_ptr + program // batch_size)
-    sample = program % batch_size
-    begin, length = bag_bounds(bags.offsets, feature * batch_size + sample, num_entries)
+    bag, feature = bucket_bag(bags, bucket_features_ptr, program, first_bag, batch_size)
+    begin, length = bag_bounds(bags.offsets, bag, num_entries)
     table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
     table_rows = tl.load(features.rows + feature)
     total = sum_bag(weights_ptr, table_offset, table_rows, bags, begin, length, DIM, BLOCK_D, ROWS)
     if MEAN:
         total *= 1.0 / tl.maximum(length, 1).to(tl.float32)
     # The alignment of the segment is stated, because both sizes are unknown to the compiler.
-    offset = tl.multiple_of(sample * num_columns + tl.load(features.column + feature), COLUMN_ALIGNMENT)
+    offset = output_offset(bags, features, bag, feature, batch_size, num_columns)
+    offset = tl.multiple_of(offset, OUTPUT_ALIGNMENT)
     column = tl.arange(0, BLOCK_D)
     tl.store(out_ptr + offset + column, total.to(out_ptr.dtype.element_ty), mask=column < DIM)
 
 
 def gather(
     *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, batch_size: int, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill out [B, columns]: one launch for each dim. The first launch also writes the stamp."""
+    """Fill out, of `shape.output_shape`: one launch for each dim. The first launch also writes the stamp."""
     layout = spec.layout
     on_device = layout.on_device(weights.device)
+    first_bag = 0
     for number, bucket in enumerate(layout.buckets):
         config = select_gather(bucket.block_dim)
-        gather_kernel[(len(bucket.features) * batch_size,)](
+        num_bags = shape.bags_of(bucket)
+        if num_bags == 0:
+            continue
+        gather_kernel[(num_bags,)](
             out_ptr=out,
-            stamp_ptr=stamp if number == 0 else None,
+            stamp_ptr=stamp if first_bag == 0 else None,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,
             seed_and_step_ptr=seed_and_step,
             bucket_features_ptr=on_device.bucket_features[number],
             features=on_device.features,
             bags=bags,
-            batch_size=batch_size,
+            first_bag=first_bag,
+            batch_size=shape.batch_size,
             num_entries=bags.indices.numel(),
             num_columns=layout.columns[-1],
             DIM=bucket.dim,
@@ -82,7 +88,8 @@ def gather(
             ROWS=config.rows_per_step,
             MEAN=spec.mean,
             TABLE_ALIGNMENT=layout.table_alignment,
-            COLUMN_ALIGNMENT=bucket.column_alignment,
+            OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
             NUM_HYPERPARAMETERS=hyperparameters.numel(),
             num_warps=config.num_warps,
         )
+        first_bag += num_bags
