@@ -14,6 +14,7 @@ TORCH_INDEX ?=
 TORCHREC ?=
 
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 RECORD_ARGS ?=
 # Which of the three: plain interpreter compile
 SUITES ?=
@@ -27,15 +28,16 @@ ENVIRONMENT = $(PYTHON) tools/environment.py $(VENV) $(1) \
 	--pin torch==$(TORCH) --pin triton==$(TRITON) --pin '$(NUMPY)' \
 	$(if $(FBGEMM),--pin fbgemm-gpu-cpu==$(FBGEMM)) $(if $(TORCHREC),--pin torchrec==$(TORCHREC)) \
 	$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(if $(ASKED),--own)
-TEST_ENVIRONMENT = $(call ENVIRONMENT,test $(if $(TORCHREC),torchrec) $(if $(FBGEMM),--if-reachable parity))
+TEST_ENVIRONMENT = $(call ENVIRONMENT,test bench $(if $(TORCHREC),torchrec) $(if $(FBGEMM),--if-reachable parity))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-triton36 test-newest lint typecheck format compile-all gpu-record info clean
+.PHONY: help demo test test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
+	info clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
-		do printf '  make %-14s %s\n' "$$name" "$$text"; done
+		do printf '  make %-16s %s\n' "$$name" "$$text"; done
 
 demo:  ## train on MovieLens-100K, through fbtriton and through torch.nn.EmbeddingBag; DEMO_ARGS=--quick
 	@$(call ENVIRONMENT,demo)
@@ -67,6 +69,18 @@ format:  ## let ruff mend what it can
 	@$(TEST_ENVIRONMENT)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+bench:  ## measure on the GPU, beside FBGEMM where it is installed; BENCH_ARGS='--workload mlperf-dlrmv2 --quick'
+	@$(call ENVIRONMENT,bench)
+	$(RUN) -m bench run $(BENCH_ARGS)
+
+bench-tiny:  ## the benchmark at tiny sizes, without a GPU
+	@$(call ENVIRONMENT,bench)
+	$(RUN) -m bench run --workload 'tiny*' --quick
+
+bench-occupancy:  ## registers, spills and resident warps of every kernel that the benchmark launches, without a GPU
+	@$(call ENVIRONMENT,bench)
+	$(RUN) -m bench occupancy $(BENCH_ARGS)
 
 compile-all:  ## compile every kernel variant for every GPU (hours on two cores)
 	@$(TEST_ENVIRONMENT)

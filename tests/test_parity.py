@@ -296,3 +296,31 @@ def test_fbgemm_one_step_of_fp16(case, shape, fbgemm, record_property):
     error = max(map(error_in_ulp, ours.weights, theirs.weights))
     record_property("weights_max_error_ulp", error)
     assert error <= PROMISED_ULP, f"weights: maximum error {error} ulp, allowed {PROMISED_ULP}"
+
+
+@pytest.mark.parametrize("optimizer", [SGD(LR), RowwiseAdagrad(LR)], ids=lambda optimizer: optimizer.name)
+def test_fbgemm_batch_sizes(optimizer, shape, fbgemm, record_property):
+    """A batch size for each feature and rank, which differ; the output has FBGEMM's order."""
+    module = make_module(Case(optimizer, "sum", weighted=False, shared=True), shape, seed=1)
+    twin = make_twin(fbgemm, module, torch.int64)
+    sizes = [[shape.batch_size // 4 + 3 * f, 2 + f] for f in range(len(shape.shared_map))]
+    rows = [shape.tables[table][0] for table in shape.shared_map]
+    outputs = []
+    torch.use_deterministic_algorithms(False)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [torch.randint(0, shape.max_length, (sum(ranks),), generator=generator) for ranks in sizes]
+        batch = make_batch(rows, lengths, seed=seed, hot=0.2, device=shape.device)
+        pair = [
+            module(batch.indices.clone(), batch.offsets.clone(), batch_sizes=sizes),
+            twin(batch.indices.clone(), batch.offsets.clone(), batch_size_per_feature_per_rank=sizes),
+        ]
+        grad_output = (torch.rand(pair[0].shape, generator=generator) * 2 - 1).to(shape.device)
+        for output in pair:
+            output.backward(grad_output)
+        outputs.append([output.detach() for output in pair])
+    views = [other.split_embedding_weights() for other in (module, twin)]
+    for name, pairs in (("forward", outputs), ("weights", list(zip(*views, strict=True)))):
+        record_property(f"{name}_max_error", max(relative_error(*pair) for pair in pairs))
+        for number, (ours, theirs) in enumerate(pairs):
+            assert_close(ours, theirs, tolerance=PROMISED, name=f"{name}, part {number}")
