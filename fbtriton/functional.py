@@ -168,7 +168,7 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, 
             ctx.batch_sizes, needed, ctx.spec,
         )  # fmt: skip
         sample_grad = result if needed else None
-    no_sizes = None if ctx.batch_sizes else []  # torch takes an empty list for a list of tensors
+    no_sizes: list[Any] | None = None if ctx.batch_sizes else []  # torch takes an empty list for a list of tensors
     return None, None, [None] * len(states), None, None, None, None, sample_grad, [None] * len(vbe), no_sizes, None
 
 
