@@ -11,6 +11,8 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+if HAS_GPU:
+    torch.cuda.init()  # activation checkpointing refuses a forward that is the first to touch the device
 if INTERPRET:
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
