@@ -116,9 +116,17 @@ def sources_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
+def without_folder(argument: str) -> str:
+    """An absolute path as its last part: results name no machine's folders."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def new_results(commit_hash: str | None, options: dict[str, Any], workloads: Iterable[Workload]) -> dict[str, Any]:
     """A result without records."""
-    arguments = [Path(sys.argv[0]).name if "bench" not in sys.argv[0] else "-m bench", *sys.argv[1:]]
+    arguments = [
+        Path(sys.argv[0]).name if "bench" not in sys.argv[0] else "-m bench",
+        *map(without_folder, sys.argv[1:]),
+    ]
     return {
         "schema": SCHEMA,
         "command": " ".join(["python", *arguments]),

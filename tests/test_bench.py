@@ -173,8 +173,6 @@ def test_providers_on_tiny_workloads(name, provider):
     """Right and timed, or a reason."""
     result = measure.run_job(job_for(WORKLOADS[name], provider))
     reasons = {
-        ("tiny-vbe", "fbtriton"): "batch_sizes",
-        ("tiny-vbe", "reference"): "batch_sizes",
         ("tiny-odd", "fbgemm"): "multiple of 4",
         ("tiny-weighted", "embedding-bag"): "Half",  # PyTorch cannot add sparse fp16 gradients on a CPU
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.results import without_folder
 from fbtriton.__main__ import info
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,7 @@ def run_demo(arguments: list[str]) -> tuple[int, str, str]:
     result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     print(result.stdout, result.stderr[-2000:] if result.returncode else "")
     table = result.stdout[result.stdout.find("MovieLens-100K,") :].rstrip()
-    shown = f"python {' '.join(command)}"
+    shown = "python " + " ".join(without_folder(argument) for argument in command)
     return result.returncode, table, f"`{shown}`: exit code {result.returncode}, {time.monotonic() - started:.0f} s"
 
 
