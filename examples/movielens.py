@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import movielens_data
+import movielens_plot
 import numpy as np
 import torch
 from movielens_data import FEATURE_TABLE_MAP, FEATURES, Batch, Data, make_batch
@@ -278,40 +279,6 @@ def check_all(ours: Run, theirs: Run, figures: dict, args: argparse.Namespace) -
     ]
 
 
-def plot(ours: Run, theirs: Run, difference: np.ndarray, baseline: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    steps, window = np.arange(1, len(difference) + 1), min(20, len(difference))
-    for run, label, style in [
-        (ours, "fbtriton", {"color": "#7fb3e6", "linewidth": 5}),
-        (theirs, "nn.EmbeddingBag", {"color": "#b03a2e", "linewidth": 1.2, "linestyle": (0, (4, 2))}),
-    ]:
-        smooth = np.convolve(run.losses, np.full(window, 1 / window), mode="valid")
-        axes[0].plot(steps[window - 1 :], smooth, label=label, **style)
-        axes[2].plot(run.eval_steps, run.test_aucs, label=label, **style)
-    axes[0].set(title=f"training loss, mean of {window} steps", ylabel="binary cross-entropy")
-    axes[0].legend()
-    axes[1].plot(steps, difference, ".", markersize=3, color="#34495e", clip_on=False, zorder=3)
-    axes[1].axhline(LOSS_BOUND, color="#b03a2e", linewidth=1, label=f"bound for fp32, {LOSS_BOUND:g}")
-    axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic, with room for the 0 of equal losses
-    axes[1].set(title="difference of the two losses, every step", ylim=(0, max(1e-3, 2 * difference.max())))
-    axes[1].legend(loc="upper right")
-    for height, label in [(baseline, "item mean"), (baseline + AUC_MARGIN, f"item mean + {AUC_MARGIN:g}")]:
-        axes[2].axhline(height, color="gray", linewidth=1)
-        axes[2].annotate(label, (len(steps), height), (-4, 3), textcoords="offset points", ha="right")
-    axes[2].set(title="test AUC", ylim=(min(baseline, *ours.test_aucs) - 0.005, None))
-    axes[2].legend(loc=(0.3, 0.2))
-    for axis in axes:
-        axis.set(xlabel="step", xlim=(0, 1.01 * len(steps)))
-        axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
-
-
 def print_table(ours: Run, theirs: Run, figures: dict, checks: list[Check]) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -389,7 +356,8 @@ def main() -> int:
     checks = check_all(ours, theirs, figures, args)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    plot(ours, theirs, difference, figures["baseline_auc"], out / "movielens.png")
+    path = out / "movielens.png"
+    movielens_plot.plot(ours, theirs, difference, figures["baseline_auc"], path, LOSS_BOUND, AUC_MARGIN)
     figures["checks"] = [check._asdict() for check in checks]
     figures["runs"] = {"fbtriton": vars(ours), "nn.EmbeddingBag": vars(theirs)}
     (out / "movielens.json").write_text(json.dumps(figures) + "\n")
