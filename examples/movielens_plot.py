@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+import matplotlib.pyplot as plt
 
 
 def plot(
