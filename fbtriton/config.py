@@ -45,10 +45,11 @@ class EntryConfig:
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """The generic forward: one bag a program."""
+    """The generic forward: the rows of one long bag side by side, or several short bags side by side."""
 
-    rows_per_step: int
+    rows_per_step: int  # of each bag
     num_warps: int
+    bags_per_program: int = 1  # a power of two
 
 
 @dataclass(frozen=True)

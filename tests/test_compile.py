@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton.config import GatherConfig, force_config
 
 pytestmark = pytest.mark.compile
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -122,6 +123,19 @@ def test_gradients_are_loaded_16_bytes_a_lane(arch):
     for dim in (64, 128):
         (kernel,) = of(kernels, "grad_accum_kernel", dim)
         assert load_widths(kernel)["LDG.E.128"] > 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("bags, rows, warps", [(4, 4, 1), (8, 2, 2), (16, 4, 4)])
+def test_bags_side_by_side(bags, rows, warps, arch):
+    """Every row of a step is loaded 16 bytes a lane, and nothing spills."""
+    from fbtriton.compile_only import load_widths, resources
+
+    with force_config(gather=GatherConfig(rows_per_step=rows, num_warps=warps, bags_per_program=bags)):
+        (kernel,) = of(compile_variant(Variant((128,)), "cuda", arch), "gather_bags_kernel", 128)
+    widths = load_widths(kernel)
+    assert widths["LDG.E.128"] >= rows and not any("U16" in width for width in widths), widths
+    assert resources(kernel).spills == 0
 
 
 def pairwise_cover():

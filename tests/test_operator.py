@@ -220,6 +220,23 @@ def test_forced_gather(rows_per_step, num_warps, device):
         check(Case(weighted=True, sample_grad=True, pruned=0.2), device)
 
 
+@pytest.mark.parametrize("bags_per_program", [2, 4, 16])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("vbe", [False, True], ids=["", "vbe"])
+def test_forced_bags_side_by_side(bags_per_program, pooling, vbe, device):
+    """Bags of one program lie in different features; the last program has bags left over."""
+    options = {"pooling": pooling, "weighted": True, "pruned": 0.2, "padding": 3}
+    case = vbe_case(**options) if vbe else Case(lengths=((3, 0, 2, 1, 9), (1, 4, 0, 0, 1)), **options)
+    with force_config(gather=GatherConfig(rows_per_step=2, num_warps=1, bags_per_program=bags_per_program)):
+        check(case, device)
+
+
+@pytest.mark.parametrize("dim", [1, 6, 20, 128])
+def test_dims_side_by_side(dim, device):
+    with force_config(gather=GatherConfig(rows_per_step=4, num_warps=2, bags_per_program=8)):
+        check(Case(rows=(3, 7), dims=(1, dim), weights_dtype=torch.float16, lengths=((3, 0, 2), (9, 1, 0))), device)
+
+
 @pytest.mark.parametrize("runs_per_tile", [1, 4, 16])
 def test_forced_short_run(runs_per_tile, device):
     with force_config(short_run=ShortRunConfig(runs_per_tile=runs_per_tile, num_warps=1)):
