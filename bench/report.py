@@ -67,22 +67,12 @@ def _workloads(results: dict[str, Any]) -> list[str]:
     return [name for name, values in results["workloads"].items() if values["group"] != "scaling"]
 
 
-KINDS = [
-    ("gpu", "forward"),
-    ("gpu", "backward"),
-    ("gpu", "step"),
-    ("wall", "step"),
-    ("host", "step"),
-    ("graph", "step"),
-]
-
-
 def _ratios(results: dict[str, Any]) -> list[str]:
-    columns: dict[tuple[str, str], dict[str, float]] = {kind: {} for kind in KINDS}
+    columns: dict[tuple[str, str], dict[str, float]] = {kind: {} for kind in store.RATIOS}
     rows = []
     for name in _workloads(results):
         cells = []
-        for kind, direction in KINDS:
+        for kind, direction in store.RATIOS:
             found = store.speedup(results, name, direction, kind=kind)
             if found:
                 columns[kind, direction][name] = found[0]
@@ -93,7 +83,10 @@ def _ratios(results: dict[str, Any]) -> list[str]:
     for label, pick in _SUMMARIES.items():
         values = [pick(column) for column in columns.values()]
         rows.append([f"**{label}**", *[f"**{value:.2f}**" if value else "" for value in values]])
-    head = ["times faster than FBGEMM", *[f"{kind} {direction}".replace("gpu", "GPU") for kind, direction in KINDS]]
+    head = [
+        "times faster than FBGEMM",
+        *[f"{kind} {direction}".replace("gpu", "GPU") for kind, direction in store.RATIOS],
+    ]
     return ["## Against FBGEMM", "", *_table(head, rows)]
 
 

@@ -42,6 +42,16 @@ NOISE_US = 2.0  # or within this many microseconds
 DIRECTIONS = ("forward", "backward", "step")
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,temperature.gpu,driver_version"
 
+# The times of which ratios to FBGEMM are shown.
+RATIOS = [
+    ("gpu", "forward"),
+    ("gpu", "backward"),
+    ("gpu", "step"),
+    ("wall", "step"),
+    ("host", "step"),
+    ("graph", "step"),
+]
+
 
 def _version(*names: str) -> str | None:
     for name in names:

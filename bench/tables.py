@@ -124,24 +124,14 @@ def ratios_table(results: dict[str, Any]) -> Table | None:
     shown = False
     for workload in results["workloads"]:
         cells = []
-        for kind, direction in _RATIOS:
+        for kind, direction in store.RATIOS:
             found = store.speedup(results, workload, direction, kind=kind)
             cells.append(f"{found[0]:.2f} ({found[1]})" if found else "")
         shown |= any(cells)
         table.add_row(workload, *cells)
     table.add_section()
-    table.add_row("geometric mean", *[_mean(results, kind, direction) for kind, direction in _RATIOS])
+    table.add_row("geometric mean", *[_mean(results, kind, direction) for kind, direction in store.RATIOS])
     return table if shown else None
-
-
-_RATIOS = [
-    ("gpu", "forward"),
-    ("gpu", "backward"),
-    ("gpu", "step"),
-    ("wall", "step"),
-    ("host", "step"),
-    ("graph", "step"),
-]
 
 
 def _mean(results: dict[str, Any], kind: str, direction: str) -> str:

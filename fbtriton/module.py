@@ -125,7 +125,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             "weights", torch.zeros(layout.weight_offsets[-1], dtype=self.spec.torch_weights_dtype, device=device)
         )
         for state, initial in zip(optimizer.states, optimizer.initial_states, strict=True):
-            self.register_buffer(state.name, torch.full((layout.state_bases[-1],), initial, device=device))
+            self.register_buffer(
+                state.name, torch.full((layout.state_bases[-1],), initial, dtype=torch.float32, device=device)
+            )
         self.register_buffer(
             "hyperparameters", torch.tensor(optimizer.hyperparameters, dtype=torch.float32, device=device)
         )

@@ -96,12 +96,6 @@ def load_ids(indices_ptr, position, live, table_rows):
 
 
 @triton.jit
-def column_range(DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    column = tl.arange(0, BLOCK_D)
-    return column, column < DIM
-
-
-@triton.jit
 def tile_mask(live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """[R] -> [R, BLOCK_D]; no column is masked where DIM fills the block, which keeps wide loads wide."""
     mask = live[:, None]

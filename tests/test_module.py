@@ -121,6 +121,15 @@ def test_gradients_stay_inside(any_device):
     assert module.anchor.grad is None
 
 
+def test_state_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = train(make(weights_dtype=torch.float16))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (module.sum.dtype, module.hyperparameters.dtype) == (torch.float32, torch.float32)
+
+
 def test_seed_follows_torch():
     torch.manual_seed(11)
     first = TableBatchedEmbeddingBags([Table(1, 1)], optimizer=SGD(0.1), device="cpu")

@@ -31,7 +31,6 @@ class Case:
     sample_grad: bool = False
     weights_dtype: torch.dtype = torch.float32
     output_dtype: torch.dtype = torch.float32
-    grad_dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64
     offset_dtype: torch.dtype = torch.int64
     stochastic_rounding: bool = True

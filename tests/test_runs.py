@@ -61,7 +61,12 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
     config = EntryConfig(block=8, bags_per_program=4, entries_per_bag=4, programs_per_multiprocessor=2)
     with force_config(entry=config):
         shape = BatchShape.of(batch.offsets, (), spec)
-        runs = transpose(bags=Bags(*_fields(batch)), shape=shape, grad_output=grad_output, spec=spec)
+        runs = transpose(
+            bags=Bags(batch.indices, batch.offsets, batch.sample_weights),
+            shape=shape,
+            grad_output=grad_output,
+            spec=spec,
+        )
         pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece, spec=spec)
     assert seed_and_step.tolist() == [1, 42]
     entries = expected_entries(spec, batch, batch_size)
@@ -96,10 +101,6 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
     assert pieces.state_rows[:num_runs].tolist() == [places[key][1] for key in keys]
     bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(3)]
     assert pieces.bucket_runs.tolist() == [sum(key < bound for key in keys) for bound in bounds]
-
-
-def _fields(batch):
-    return batch.indices, batch.offsets, batch.sample_weights
 
 
 def test_layout_example():
