@@ -7,8 +7,14 @@ of the ids is made. Offsets are repaired into a new tensor that the forward uses
 
 so bags never overlap, and entries past the last offset are padding that belongs to no bag.
 
-The report is one int64 device tensor: [bad ids, bad offsets, feature, sample, id of the first bad id, 1 if there was
-one]. Counts add up over calls until the user clears them.
+The offsets are looked at first, in one launch of CHUNKS programs, one for each chunk of neighbouring offsets. Then
+either a separate check repairs them and looks at the ids, or the forward does both while it gathers (fused): it
+finds the bad ids among those that it loads anyway, and repairs only if a chunk was bad.
+
+The report is one int64 device tensor: [bad ids, bad offsets, feature, sample, low and high half of the first bad id].
+The last four are 0 without a bad id; each holds 2^31 - 1 - (position of the id) above 32 bits of its value, so that an
+atomic maximum keeps what belongs to the first. Counts add up over calls until the user clears them, and a later call
+does not replace an earlier one's first id.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import EntryConfig, fixed_grid, select_entry, target_of
-from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.rows import bag_feature, upper_bound
+from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
+from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
 
 MODES = ("off", "ignore", "warning", "fatal")
 REPORT_SIZE = 6
+LAST_POSITION = 2**31 - 1
+CHUNKS = 128  # a power of two, of which every multiprocessor of a large GPU gets one
+CHUNK_COUNT = tl.constexpr(CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -56,27 +65,107 @@ class BoundsReport:
 
 def read_report(report: Tensor) -> BoundsReport:
     """Copies the report to the host, so it waits for the device."""
-    bad_ids, bad_offsets, feature, sample, bad_id, found = report.tolist()
-    return BoundsReport(bad_ids, bad_offsets, (feature, sample, bad_id) if found else None)
+    bad_ids, bad_offsets, *words = report.tolist()
+    feature, sample, low, high = (word & 0xFFFFFFFF for word in words)
+    bad_id = (high << 32 | low) - (high >> 31 << 64)
+    return BoundsReport(bad_ids, bad_offsets, (feature, sample, bad_id) if words[0] else None)
 
 
-@triton.jit(do_not_specialize=["num_offsets", "num_entries"])
-def check_offsets_kernel(
-    repaired_ptr, bad_ptr, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr, FATAL: tl.constexpr
-):
-    """Copy the offsets, each kept in [0, N], and count the bad ones into bad_ptr[0]."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    live = position < num_offsets
-    offset = tl.load(offsets_ptr + position, mask=live, other=0)
-    previous = tl.load(offsets_ptr + position - 1, mask=live & (position > 0), other=0)
-    bad = live & ((offset < previous) | (offset < 0) | (offset > num_entries) | ((position == 0) & (offset != 0)))
-    if FATAL:
-        tl.device_assert(~bad, "offsets must start at 0, not decrease and stay within the indices")
+def first_bad_words(position: int, feature: int, sample: int, bad_id: int) -> list[int]:
+    """The last four numbers of a report."""
+    order = (LAST_POSITION - position) << 32
+    return [order | value & 0xFFFFFFFF for value in (feature, sample, bad_id, bad_id >> 32)]
+
+
+@triton.jit
+def keep_first(word_ptr, order, bad, value):
+    """Keep the value of the first bad entry: the one with the largest order. All of one shape, int64"""
+    word = tl.where(bad, order | (value & 0xFFFFFFFF), 0)
+    tl.atomic_max(word_ptr, tl.max(word), sem="relaxed")
+
+
+@triton.jit
+def report_bad_ids(check, bad, position, feature, sample, row):
+    """Count the bad ids; keep the first unless an earlier call has left one. All [K]; position, row int64"""
     count = tl.sum(bad.to(tl.int64))
     if count > 0:
-        tl.atomic_add(bad_ptr, count, sem="relaxed")
-    offset = tl.minimum(tl.maximum(offset, 0), num_entries)
-    tl.store(repaired_ptr + position, tl.where(position == 0, 0, offset).to(offsets_ptr.dtype.element_ty), mask=live)
+        tl.atomic_add(check.report, count, sem="relaxed")
+        if tl.load(check.sealed) == 0:
+            order = (2147483647 - position) << 32
+            keep_first(check.report + 2, order, bad, feature.to(tl.int64))
+            keep_first(check.report + 3, order, bad, sample.to(tl.int64))
+            keep_first(check.report + 4, order, bad, row)
+            keep_first(check.report + 5, order, bad, row >> 32)
+
+
+@triton.jit(do_not_specialize=["num_offsets", "num_entries", "chunk"])
+def check_offsets_kernel(
+    check, offsets_ptr, num_offsets, num_entries, chunk,
+    BLOCK: tl.constexpr, FATAL: tl.constexpr,
+):  # fmt: skip
+    """One program looks at one chunk: copies its offsets, each kept in [0, N], and says whether one is bad."""
+    program = tl.program_id(0)
+    first = tl.multiple_of(program.to(tl.int64) * chunk, 16)
+    end = tl.minimum(first + chunk, num_offsets)
+    any_bad = tl.zeros([BLOCK], tl.int1)
+    highest = tl.zeros([BLOCK], tl.int64)
+    for start in range(first, end, BLOCK):
+        position = start + tl.arange(0, BLOCK).to(tl.int64)  # [BLOCK]
+        live = position < end
+        offset = tl.load(offsets_ptr + position, mask=live, other=0)
+        previous = tl.load(offsets_ptr + position - 1, mask=live & (position > 0), other=0)
+        bad = live & ((offset < previous) | (offset < 0) | (offset > num_entries) | ((position == 0) & (offset != 0)))
+        if FATAL:
+            tl.device_assert(~bad, "offsets must start at 0, not decrease and stay within the indices")
+        any_bad |= bad
+        offset = tl.minimum(tl.maximum(offset, 0), num_entries)
+        offset = tl.where(position == 0, 0, offset)
+        highest = tl.maximum(highest, offset.to(tl.int64))
+        tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
+    tl.store(check.bad + program, tl.max(any_bad.to(tl.int32)))
+    tl.store(check.highest + program, tl.max(highest))
+    if check.report is not None:
+        if program == 0:
+            tl.store(check.sealed, tl.load(check.report + 2))
+            if tl.load(offsets_ptr) != 0:
+                tl.atomic_add(check.report + 1, 1, sem="relaxed")
+
+
+@triton.jit
+def any_bad_offset(check):
+    return tl.max(tl.load(check.bad + tl.arange(0, CHUNK_COUNT))) > 0
+
+
+@triton.jit
+def repair_offset(offsets_ptr, check, number, num_entries, chunk):
+    """The repaired offsets of the given numbers. Slow: it walks a chunk. number [K] int64 -> [K] int64"""
+    own_chunk = number // chunk
+    highest = tl.zeros_like(number)
+    for other in range(CHUNK_COUNT):
+        highest = tl.where(other < own_chunk, tl.maximum(highest, tl.load(check.highest + other)), highest)
+    position = own_chunk * chunk
+    for _ in range(chunk):
+        inside = (position <= number) & (position > 0)
+        offset = tl.load(offsets_ptr + position, mask=inside, other=0).to(tl.int64)
+        highest = tl.maximum(highest, tl.minimum(offset, num_entries))
+        position += 1
+    return highest
+
+
+@triton.jit
+def repaired_bag_bounds(check, offsets_ptr, bag, live, begin, length, num_entries, chunk):
+    """`bag_bounds` after the repair. begin and length are right already if no offset is bad; otherwise the repaired
+    ones are also stored and counted. bag, begin, length [K], in which a bag may stand several times; live [K] says
+    where it counts."""
+    if any_bad_offset(check):
+        begin = repair_offset(offsets_ptr, check, bag, num_entries, chunk)
+        end = repair_offset(offsets_ptr, check, bag + 1, num_entries, chunk)
+        length = (end - begin).to(tl.int32)
+        tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty), mask=live)
+        if check.report is not None:
+            given = tl.load(offsets_ptr + bag + 1, mask=live, other=0).to(tl.int64)
+            tl.atomic_add(check.report + 1, tl.sum((live & (given != end)).to(tl.int64)), sem="relaxed")
+    return begin, length
 
 
 @triton.jit
@@ -85,137 +174,112 @@ def running_maximum(left, right):
 
 
 @triton.jit(do_not_specialize=["num_offsets", "num_entries"])
-def repair_offsets_kernel(
-    repaired_ptr, report_ptr, bad_ptr, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr
-):
+def repair_offsets_kernel(check, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr):
     """One program; does nothing unless an offset is bad. Then: the running maximum, and the exact count of repairs."""
-    if tl.load(bad_ptr) > 0:
+    if any_bad_offset(check):
         highest = tl.zeros([1], tl.int64)
         repairs = tl.zeros([1], tl.int64)
         for start in range(0, num_offsets, BLOCK):
             position = start + tl.arange(0, BLOCK)
             live = position < num_offsets
-            offset = tl.load(repaired_ptr + position, mask=live, other=0).to(tl.int64)
+            offset = tl.load(check.repaired + position, mask=live, other=0).to(tl.int64)
             given = tl.load(offsets_ptr + position, mask=live, other=0).to(tl.int64)
             offset = tl.maximum(tl.associative_scan(offset, 0, running_maximum), highest)
-            tl.store(repaired_ptr + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
+            tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
             highest = tl.maximum(highest, tl.max(offset, axis=0, keep_dims=True))
-            repairs += tl.sum((live & (offset != given)).to(tl.int64), axis=0, keep_dims=True)
-        if report_ptr is not None:
-            tl.store(report_ptr + 1, tl.load(report_ptr + 1) + tl.sum(repairs))
+            repairs += tl.sum((live & (offset != given) & (position > 0)).to(tl.int64), axis=0, keep_dims=True)
+        if check.report is not None:
+            tl.atomic_add(check.report + 1, tl.sum(repairs), sem="relaxed")
 
 
-@triton.jit
-def first_bag_of(vbe, feature, batch_size):
-    """The first bag of a feature."""
-    if vbe is None:
-        bag = feature * batch_size
-    else:
-        bag = tl.load(vbe.first_bags + feature)
-    return bag
-
-
-@triton.jit(do_not_specialize=["batch_size"])
+@triton.jit(do_not_specialize=["batch_size", "num_bags"])
 def check_ids_kernel(
-    report_ptr, first_bad_ptr, indices_ptr, offsets_ptr, vbe, features, batch_size,
-    BLOCK: tl.constexpr, FATAL: tl.constexpr,
+    check, bags, features, batch_size, num_bags, BLOCK: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     """Programs (k, feature) walk the entries of one feature, which lie together, block by block."""
     feature = tl.program_id(1).to(tl.int64)
-    begin = tl.load(offsets_ptr + first_bag_of(vbe, feature, batch_size)).to(tl.int64)
-    end = tl.load(offsets_ptr + first_bag_of(vbe, feature + 1, batch_size)).to(tl.int64)
+    first_bag = first_bag_of(bags.vbe, feature, batch_size)
+    begin = tl.load(bags.offsets + first_bag).to(tl.int64)
+    end = tl.load(bags.offsets + first_bag_of(bags.vbe, feature + 1, batch_size)).to(tl.int64)
     table_rows = tl.load(features.rows + feature)
-    count = tl.zeros([BLOCK], tl.int64)
-    nowhere = tl.full([BLOCK], 1 << 62, tl.int64)
-    first = nowhere
     for start in range(begin + tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
         position = start + tl.arange(0, BLOCK).to(tl.int64)  # [BLOCK]
-        row = tl.load(indices_ptr + position, mask=position < end, other=-1).to(tl.int64)
-        bad = (row != -1) & ((row < 0) | (row >= table_rows))
+        row = tl.load(bags.indices + position, mask=position < end, other=-1).to(tl.int64)
+        bad = is_bad_id(row, table_rows)
         if FATAL:
             tl.device_assert(~bad, "an id is outside its table")
-        count += bad.to(tl.int64)
-        first = tl.minimum(first, tl.where(bad, position, nowhere))
-    total = tl.sum(count)
-    if total > 0:
-        tl.atomic_add(report_ptr, total, sem="relaxed")
-        tl.atomic_min(first_bad_ptr, tl.min(first), sem="relaxed")
+        if tl.max(bad.to(tl.int32)) > 0:
+            sample = upper_bound(bags.offsets, num_bags + 1, position) - 1 - first_bag
+            report_bad_ids(check, bad, position, feature + tl.zeros_like(position), sample, row)
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_bags", "num_entries"])
-def report_first_kernel(report_ptr, first_bad_ptr, indices_ptr, bags, batch_size, num_bags, num_entries):
-    """One program: turn the position of the first bad id into feature, sample and id, if none is reported yet."""
-    position = tl.load(first_bad_ptr)
-    if position < num_entries:
-        if tl.load(report_ptr + 5) == 0:
-            bag = upper_bound(bags.offsets, num_bags + 1, position + tl.zeros([1], tl.int64)) - 1
-            bag = tl.sum(bag).to(tl.int64)
-            feature = bag_feature(bags, bag, batch_size)
-            tl.store(report_ptr + 2, feature)
-            tl.store(report_ptr + 3, bag - first_bag_of(bags.vbe, feature, batch_size))
-            tl.store(report_ptr + 4, tl.load(indices_ptr + position).to(tl.int64))
-            tl.store(report_ptr + 5, 1)
+def counts(spec: OperatorSpec) -> bool:
+    """Whether the mode counts what is bad."""
+    return spec.bounds_check in ("warning", "fatal")
+
+
+def chunk_size(num_offsets: int) -> int:
+    """Offsets in a chunk: a multiple of 16, so that chunks start where wide loads may."""
+    return triton.cdiv(triton.cdiv(num_offsets, CHUNKS), 16) * 16
+
+
+def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCheck:
+    """One launch: the offsets, each kept in [0, N], and where they are bad. If none is, they are repaired."""
+    offsets = bags.offsets
+    repaired = torch.empty_like(offsets)
+    scratch = torch.empty(2 * CHUNKS + 1, dtype=torch.int64, device=offsets.device)
+    check = BoundsCheck(
+        report=report if counts(spec) else None,
+        repaired=repaired,
+        bad=scratch,
+        highest=scratch[CHUNKS:],
+        sealed=scratch[2 * CHUNKS :],
+    )
+    fatal = spec.bounds_check == "fatal"
+    check_offsets_kernel[(CHUNKS,)](
+        check=check,
+        offsets_ptr=offsets,
+        num_offsets=offsets.numel(),
+        num_entries=bags.indices.numel(),
+        chunk=chunk_size(offsets.numel()),
+        BLOCK=select_entry().offsets_block,
+        FATAL=fatal,
+        debug=fatal,
+        num_warps=8,
+    )
+    return check
 
 
 def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec) -> Tensor:
-    """Launch the check; returns the repaired offsets. Writes the report in mode "warning"."""
+    """The separate check; returns the repaired offsets. Writes the report in mode "warning"."""
     config = select_entry()
-    indices, offsets = bags.indices, bags.offsets
-    repaired = torch.empty_like(offsets)
-    fatal = spec.bounds_check == "fatal"
-    count = spec.bounds_check in ("warning", "fatal")
-    bad_offsets = torch.zeros(1, dtype=torch.int64, device=offsets.device)
-    num_offsets, num_entries = offsets.numel(), indices.numel()
-    check_offsets_kernel[(triton.cdiv(num_offsets, config.block),)](
-        repaired_ptr=repaired,
-        bad_ptr=bad_offsets,
-        offsets_ptr=offsets,
-        num_offsets=num_offsets,
-        num_entries=num_entries,
-        BLOCK=config.block,
-        FATAL=fatal,
-        debug=fatal,
-    )
+    check = check_offsets(bags=bags, report=report, spec=spec)
+    num_entries = bags.indices.numel()
     repair_offsets_kernel[(1,)](
-        repaired_ptr=repaired,
-        report_ptr=report if count else None,
-        bad_ptr=bad_offsets,
-        offsets_ptr=offsets,
-        num_offsets=num_offsets,
+        check=check,
+        offsets_ptr=bags.offsets,
+        num_offsets=bags.offsets.numel(),
         num_entries=num_entries,
         BLOCK=config.block,
     )
-    if count and shape.num_bags and num_entries:
-        _check_ids(bags._replace(offsets=repaired), report, shape, spec, config)
-    return repaired
+    if counts(spec) and shape.num_bags and num_entries:
+        _check_ids(bags._replace(offsets=check.repaired), check, shape, spec, config)
+    return check.repaired
 
 
-def _check_ids(bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec, config: EntryConfig) -> None:
-    indices = bags.indices
+def _check_ids(bags: Bags, check: BoundsCheck, shape: BatchShape, spec: OperatorSpec, config: EntryConfig) -> None:
+    device = bags.indices.device
     num_features = len(spec.feature_tables)
-    num_entries = indices.numel()
     fatal = spec.bounds_check == "fatal"
-    first_bad = torch.full((1,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=indices.device)
-    blocks = triton.cdiv(num_entries, config.block)
-    (programs,) = fixed_grid(target_of(indices.device), config.programs_per_multiprocessor, blocks)
+    blocks = triton.cdiv(bags.indices.numel(), config.block)
+    (programs,) = fixed_grid(target_of(device), config.programs_per_multiprocessor, blocks)
     check_ids_kernel[(max(1, programs // num_features), num_features)](
-        report_ptr=report,
-        first_bad_ptr=first_bad,
-        indices_ptr=indices,
-        offsets_ptr=bags.offsets,
-        vbe=bags.vbe,
-        features=spec.layout.on_device(indices.device).features,
-        batch_size=shape.batch_size,
-        BLOCK=config.block,
-        FATAL=fatal,
-        debug=fatal,
-    )
-    report_first_kernel[(1,)](
-        report_ptr=report,
-        first_bad_ptr=first_bad,
-        indices_ptr=indices,
+        check=check,
         bags=bags,
+        features=spec.layout.on_device(device).features,
         batch_size=shape.batch_size,
         num_bags=shape.num_bags,
-        num_entries=num_entries,
+        BLOCK=config.block,
+        FATAL=fatal,
+        debug=fatal,
     )

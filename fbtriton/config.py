@@ -37,6 +37,7 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
+    offsets_block: int = 4096  # offsets of one step
     bags_per_program: int = 32
     entries_per_bag: int = 8  # of one step
     num_warps: int = 4
@@ -45,11 +46,22 @@ class EntryConfig:
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """The generic forward: the rows of one long bag side by side, or several short bags side by side."""
+    """The generic forward. Bags of one feature lie side by side in a tile, and so do some rows of each bag: one bag
+    with many rows suits long bags, many bags with one row short ones."""
 
-    rows_per_step: int  # of each bag
+    bags_per_program: int  # a power of two
+    rows_per_bag: int  # of one step; a power of two
     num_warps: int
-    bags_per_program: int = 1  # a power of two
+    unroll: int = 1  # steps whose loads are issued together
+    columns: int = 2048  # of one program, a power of two; wider rows are shared out among programs
+
+
+@dataclass(frozen=True)
+class SampleGradConfig:
+    """The gradient of per-sample weights: one bag a program."""
+
+    rows_per_step: int
+    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -123,9 +135,16 @@ def select_entry() -> EntryConfig:
     return _forced.get().entry or EntryConfig()
 
 
-def select_gather(block_dim: int) -> GatherConfig:
+def select_gather(block_dim: int, mean_length: float) -> GatherConfig:
+    """For rows of block_dim columns and bags of mean_length ids."""
+    if forced := _forced.get().gather:
+        return forced
     rows = max(1, min(32, 1024 // block_dim))
-    return _forced.get().gather or GatherConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+    return GatherConfig(bags_per_program=1, rows_per_bag=rows, num_warps=_warps_for(block_dim))
+
+
+def select_sample_grad(block_dim: int) -> SampleGradConfig:
+    return SampleGradConfig(rows_per_step=max(1, min(32, 1024 // block_dim)), num_warps=_warps_for(block_dim))
 
 
 def select_short_run(block_dim: int) -> ShortRunConfig:

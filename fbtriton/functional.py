@@ -1,8 +1,10 @@
 """The operator as ops and one function: validate -> bounds check -> forward, with the backward tied in.
 
-The ops are declared with `torch.library.Library.define`. The backward's schema says that it writes weights, states
-and seed_and_step; those writes bump no version counter, so two forwards may precede a backward. What the update
-needs from the time of the forward (learning rate, step, seed) travels in the stamp that the forward returns.
+The ops are declared with `torch.library.Library.define`. The forward's schema says that it writes the bounds report,
+the backward's that it writes weights, states and seed_and_step; those writes bump no version counter, so two forwards
+may precede a backward. What the update needs from the time of the forward (learning rate, step, seed) travels in the
+stamp that the forward returns. The backward is tied in by an `autograd.Function` under the Autograd key, because
+`register_autograd` takes no op that writes one of its arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _library.define(
 )
 _library.define(
     "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
-    " Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes, str spec)"
-    " -> (Tensor output, Tensor stamp)",
+    " Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
+    " Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -67,14 +69,15 @@ def _check_bounds(
 def _embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
     indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    spec: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    report: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     return forward(
         weights=weights,
         hyperparameters=hyperparameters,
         seed_and_step=seed_and_step,
         bags=_bags(indices, offsets, sample_weights, vbe),
+        report=report,
         shape=BatchShape.of(offsets, batch_sizes, parsed),
         spec=parsed,
     )
@@ -130,12 +133,13 @@ def _fake_check_bounds(
 def _fake_embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
     indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    spec: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    report: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     shape = BatchShape.of(offsets, batch_sizes, parsed).output_shape
     output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
-    return output, seed_and_step.new_empty(2 + hyperparameters.numel())
+    repaired = offsets.new_empty(0) if report is None else torch.empty_like(offsets)
+    return output, seed_and_step.new_empty(2 + hyperparameters.numel()), repaired
 
 
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
@@ -148,33 +152,54 @@ def _fake_embedding_bags_backward(
     return stamp.new_empty(size, dtype=torch.float32)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, weights, states, _, seed_and_step, indices, offsets, sample_weights, vbe, batch_sizes, spec = inputs
-    _, stamp = output
-    ctx.mark_non_differentiable(stamp)
-    ctx.set_materialize_grads(False)
-    ctx.spec, ctx.batch_sizes, ctx.num_states = spec, batch_sizes, len(states)
-    ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states, *vbe)
+class _EmbeddingBags(torch.autograd.Function):
+    """The op below autograd, and the backward that updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, sample_weights: Tensor | None, weights: Tensor, states: list[Tensor],
+        hyperparameters: Tensor, seed_and_step: Tensor, indices: Tensor, offsets: Tensor, vbe: list[Tensor],
+        batch_sizes: list[int], report: Tensor | None, spec: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            output, stamp, repaired = torch.ops.fbtriton.embedding_bags(
+                anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, sample_weights, vbe,
+                batch_sizes, report, spec,
+            )  # fmt: skip
+        ctx.mark_non_differentiable(stamp, repaired)
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.batch_sizes, ctx.num_states = spec, batch_sizes, len(states)
+        offsets = offsets if report is None else repaired
+        ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states, *vbe)
+        return output, stamp, repaired
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
+        weights, seed_and_step, stamp, indices, offsets, sample_weights, *others = ctx.saved_tensors
+        states, vbe = others[: ctx.num_states], others[ctx.num_states :]
+        sample_grad = None
+        if grad_output is not None:
+            needed = ctx.needs_input_grad[1]
+            result = torch.ops.fbtriton.embedding_bags_backward(
+                grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, vbe,
+                ctx.batch_sizes, needed, ctx.spec,
+            )  # fmt: skip
+            sample_grad = result if needed else None
+        return None, sample_grad, *[None] * 10
 
 
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
-    weights, seed_and_step, stamp, indices, offsets, sample_weights, *others = ctx.saved_tensors
-    states, vbe = others[: ctx.num_states], others[ctx.num_states :]
-    sample_grad = None
-    if grad_output is not None:
-        needed = ctx.needs_input_grad[7]
-        result = torch.ops.fbtriton.embedding_bags_backward(
-            grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, vbe,
-            ctx.batch_sizes, needed, ctx.spec,
-        )  # fmt: skip
-        sample_grad = result if needed else None
-    no_sizes: list[Any] | None = None if ctx.batch_sizes else []  # torch takes an empty list for a list of tensors
-    return None, None, [None] * len(states), None, None, None, None, sample_grad, [None] * len(vbe), no_sizes, None
+def _embedding_bags_autograd(
+    anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
+    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
+    report: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _EmbeddingBags.apply(  # type: ignore[no-any-return, no-untyped-call]
+        anchor, sample_weights, weights, states, hyperparameters, seed_and_step, indices, offsets, vbe, batch_sizes,
+        report, spec,
+    )  # fmt: skip
 
 
-torch.library.register_autograd(
-    "fbtriton::embedding_bags", _differentiate, setup_context=_save_for_backward, lib=_library
-)
+_library.impl("embedding_bags", _embedding_bags_autograd, "Autograd")
 
 
 def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.device) -> None:
@@ -286,10 +311,11 @@ def table_batched_embedding_bags(
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
     vbe = torch.ops.fbtriton.place_bags(offsets, flat_sizes, text) if batch_sizes is not None else []
-    if spec.bounds_check != "off":
+    fused = spec.bounds_check != "off" and spec.fused_bounds_check
+    if spec.bounds_check != "off" and not fused:
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
-    output, _ = torch.ops.fbtriton.embedding_bags(
+    output, _, _ = torch.ops.fbtriton.embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
-        flat_sizes, text,
+        flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip
     return output

@@ -96,6 +96,16 @@ class Bags(NamedTuple):
     vbe: VbeLayout | None = None  # None = every feature has B samples
 
 
+class BoundsCheck(NamedTuple):
+    """What the look at the offsets found, and where findings go. Device tensors, see `fbtriton.bounds_check`."""
+
+    report: Tensor | None  # [6] int64; None = nothing is counted
+    repaired: Tensor  # [F * B + 1]; the offsets, repaired unless one is bad
+    bad: Tensor  # [chunks] int64; not 0 if an offset of the chunk is bad
+    highest: Tensor  # [chunks] int64; the largest offset of the chunk, each kept in [0, N]
+    sealed: Tensor  # [1] int64; not 0 if the report held a first bad id before this call
+
+
 class SortedRuns(NamedTuple):
     """The entries of a batch grouped by row. A run is all entries of one row.
 
@@ -290,6 +300,8 @@ class OperatorSpec:
         optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
         bounds_check: "off", "ignore", "warning" or "fatal".
+        fused_bounds_check: the forward checks the ids that it loads; otherwise a check of its own runs before.
+        bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -303,6 +315,8 @@ class OperatorSpec:
     optimizer: str
     stochastic_rounding: bool
     bounds_check: str
+    fused_bounds_check: bool = True
+    bag_size_hints: tuple[float, ...] = ()
 
     text: str = field(init=False, repr=False, compare=False)
 
@@ -316,6 +330,7 @@ class OperatorSpec:
         fields = json.loads(text)
         fields["tables"] = tuple((rows, dim) for rows, dim in fields["tables"])
         fields["feature_tables"] = tuple(fields["feature_tables"])
+        fields["bag_size_hints"] = tuple(fields["bag_size_hints"])
         return OperatorSpec(**fields)
 
     @functools.cached_property

@@ -38,6 +38,16 @@ def _check_feature_table_map(feature_table_map: Sequence[int] | None, tables: Se
     return tuple(feature_table_map)
 
 
+def _check_hints(bag_size_hints: Sequence[float], num_features: int) -> None:
+    if len(bag_size_hints) != num_features:
+        raise ValueError(
+            f"bag_size_hints must have one entry for each of {num_features} features, got {len(bag_size_hints)}"
+        )
+    for feature, hint in enumerate(bag_size_hints):
+        if not isinstance(hint, (int, float)) or not 0 <= hint < float("inf"):
+            raise ValueError(f"bag_size_hints[{feature}] must be a finite number >= 0, got {hint!r}")
+
+
 class TableBatchedEmbeddingBags(nn.Module):
     """Many embedding tables in one operator, trained in place by a fused optimizer.
 
@@ -55,9 +65,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         stochastic_rounding: round updated fp16 and bf16 rows stochastically; fp32 rows are never rounded.
         bounds_check: "off" (valid input is promised; bad input still touches nothing outside the tensors), "ignore"
             (repair in silence), "warning" (repair and count, see `bounds_report`), "fatal" (stop).
-        fused_bounds_check: False is a separate check. The check inside the forward is not there yet, so True, the
-            default, also runs the separate one; the results are the same.
-        bag_size_hints: expected ids in a bag, for each feature; advisory. Not used yet.
+        fused_bounds_check: check the ids while they are gathered, which costs next to nothing; False runs a check of
+            its own before, with the same results.
+        bag_size_hints: expected ids in a bag, for each feature. Advisory: they change the route, not the result.
         device: where weights and state live; default the current CUDA device if there is one, else the CPU.
 
     Weights start at zero. `learning_rate` may be set between steps.
@@ -98,11 +108,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         _check_choice("weights_dtype", weights_dtype, list(DTYPES))
         _check_choice("output_dtype", output_dtype, list(DTYPES))
         _check_choice("bounds_check", bounds_check, MODES)
-        if bag_size_hints is not None and len(bag_size_hints) != len(feature_tables):
-            raise ValueError(
-                f"bag_size_hints must have one entry for each of {len(feature_tables)} features,"
-                f" got {len(bag_size_hints)}"
-            )
+        if bag_size_hints is not None:
+            _check_hints(bag_size_hints, len(feature_tables))
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.tables = tables
@@ -116,6 +123,8 @@ class TableBatchedEmbeddingBags(nn.Module):
             optimizer=optimizer.name,
             stochastic_rounding=bool(stochastic_rounding),
             bounds_check=bounds_check,
+            fused_bounds_check=bool(fused_bounds_check),
+            bag_size_hints=tuple(map(float, bag_size_hints or ())),
         )
         self._make_buffers(optimizer, torch.device(device))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fbtriton.batch import BatchShape
+from fbtriton.bounds_check import first_bad_words
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import OPTIMIZERS, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
@@ -60,8 +61,9 @@ def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: Operato
                 raise ValueError(
                     f"indices of feature {feature} must be in [0, {table_rows}) or -1, got {bad_id} in sample {sample}"
                 )
-            if not report[5]:
-                report[2:] = torch.tensor([feature, sample, bad_id, 1], device=report.device)
+            if not report[2]:
+                words = first_bad_words(position, feature, sample, bad_id)
+                report[2:] = torch.tensor(words, device=report.device)
         report[0] += positions.numel()
         report[1] += bad_offsets.numel()
     return repaired.to(offsets.dtype)

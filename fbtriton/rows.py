@@ -14,11 +14,14 @@ STAMP_HYPERPARAMETERS = tl.constexpr(2)
 
 @triton.jit
 def write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS: tl.constexpr):
-    tl.store(stamp_ptr + STAMP_SEED, tl.load(seed_and_step_ptr))
-    tl.store(stamp_ptr + STAMP_STEP, tl.load(seed_and_step_ptr + 1))
-    for i in tl.static_range(NUM_HYPERPARAMETERS):
-        bits = tl.load(hyperparameters_ptr + i).to(tl.int32, bitcast=True)
-        tl.store(stamp_ptr + STAMP_HYPERPARAMETERS + i, bits.to(tl.int64))
+    """The first program of the launch writes it; stamp_ptr None = another launch does."""
+    if stamp_ptr is not None:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(stamp_ptr + STAMP_SEED, tl.load(seed_and_step_ptr))
+            tl.store(stamp_ptr + STAMP_STEP, tl.load(seed_and_step_ptr + 1))
+            for i in tl.static_range(NUM_HYPERPARAMETERS):
+                bits = tl.load(hyperparameters_ptr + i).to(tl.int32, bitcast=True)
+                tl.store(stamp_ptr + STAMP_HYPERPARAMETERS + i, bits.to(tl.int64))
 
 
 @triton.jit
@@ -85,30 +88,63 @@ def bucket_bag(bags, bucket_features_ptr, number, first_number, batch_size):
 
 
 @triton.jit
+def first_bag_of(vbe, feature, batch_size):
+    """The first bag of a feature. feature any shape, int64"""
+    if vbe is None:
+        bag = feature * batch_size
+    else:
+        bag = tl.load(vbe.first_bags + feature)
+    return bag
+
+
+@triton.jit
+def aligned(offset, ALIGNMENT: tl.constexpr, IS_VECTOR: tl.constexpr):
+    """State the alignment of offsets that the compiler cannot see. offset scalar or [K]"""
+    if IS_VECTOR:
+        offset = tl.multiple_of(offset, [ALIGNMENT])
+    else:
+        offset = tl.multiple_of(offset, ALIGNMENT)
+    return offset
+
+
+@triton.jit
+def is_bad_id(row, table_rows):
+    return (row != -1) & ((row < 0) | (row >= table_rows))
+
+
+@triton.jit
+def load_checked_ids(indices_ptr, position, live, table_rows):
+    """`load_ids`, and whether each id is out of range."""
+    row = tl.load(indices_ptr + position, mask=live, other=-1).to(tl.int64)
+    bad = is_bad_id(row, table_rows)
+    live = (row != -1) & (table_rows > 0)
+    return tl.where(bad | (row == -1), 0, row), live, bad
+
+
+@triton.jit
 def load_ids(indices_ptr, position, live, table_rows):
     """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]
 
     An id out of range means row 0; an id of -1 is pruned and takes no part.
     """
-    row = tl.load(indices_ptr + position, mask=live, other=-1).to(tl.int64)
-    live = (row != -1) & (table_rows > 0)
-    return tl.where((row >= 0) & (row < table_rows), row, 0), live
+    row, live, _ = load_checked_ids(indices_ptr, position, live, table_rows)
+    return row, live
 
 
 @triton.jit
-def tile_mask(live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[R] -> [R, BLOCK_D]; no column is masked where DIM fills the block, which keeps wide loads wide."""
+def tile_mask(live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
+    """[R] -> [R, BLOCK_D]; no column is masked where blocks fill DIM, which keeps wide loads wide."""
     mask = live[:, None]
-    if DIM != BLOCK_D:
-        mask = mask & (tl.arange(0, BLOCK_D) < DIM)[None, :]
+    if DIM % BLOCK_D != 0:
+        mask = mask & (first_column + tl.arange(0, BLOCK_D) < DIM)[None, :]
     return mask
 
 
 @triton.jit
-def load_tile(base_ptr, offset, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """DIM elements from each offset. offset, live [R] -> [R, BLOCK_D] fp32, 0 where masked"""
-    pointer = base_ptr + offset[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(pointer, mask=tile_mask(live, DIM, BLOCK_D), other=0.0).to(tl.float32)
+def load_tile(base_ptr, offset, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
+    """Columns of the rows of DIM elements at each offset. offset, live [R] -> [R, BLOCK_D] fp32, 0 where masked"""
+    pointer = base_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    return tl.load(pointer, mask=tile_mask(live, DIM, BLOCK_D, first_column), other=0.0).to(tl.float32)
 
 
 @triton.jit

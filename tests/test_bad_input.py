@@ -4,8 +4,11 @@ import re
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton.config import GatherConfig, force_config, kernels_on_cpu
 
 GUARD = 64  # elements on both sides of the weights that nothing may touch
 
@@ -26,7 +29,8 @@ def make(device, **options):
 def run(module, indices, offsets, weights=None):
     """Forward and backward with a gradient of ones; the inputs must come out as they went in."""
     device = module.weights.device
-    indices, offsets = torch.tensor(indices, device=device), torch.tensor(offsets, device=device)
+    indices = torch.tensor(indices, dtype=torch.int64, device=device)
+    offsets = torch.tensor(offsets, device=device)
     given = indices.clone(), offsets.clone()
     output = module(indices, offsets, weights)
     output.backward(torch.ones_like(output))
@@ -103,6 +107,7 @@ def test_wrong_tensors(change, message):
         (dict(feature_table_map=[0, -1]), "feature_table_map[1] must be a table number in [0, 2), got -1"),
         (dict(feature_table_map=[1, 1]), "feature_table_map must use every table, got [1, 1] without table 0"),
         (dict(bag_size_hints=[3.0]), "bag_size_hints must have one entry for each of 2 features, got 1"),
+        (dict(bag_size_hints=[3.0, -1]), "bag_size_hints[1] must be a finite number >= 0, got -1"),
         (dict(optimizer="sgd"), "optimizer must be one of SGD, RowwiseAdagrad, got 'sgd'"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -162,10 +167,11 @@ BAD_IDS = [
 ]
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 @pytest.mark.parametrize("mode", ["ignore", "warning"])
 @pytest.mark.parametrize("name, indices, offsets, read, count, first", BAD_IDS, ids=[case[0] for case in BAD_IDS])
-def test_bad_ids_read_and_train_row_0(name, indices, offsets, read, count, first, mode, any_device):
-    module = make(any_device, bounds_check=mode)
+def test_bad_ids_read_and_train_row_0(name, indices, offsets, read, count, first, mode, fused, any_device):
+    module = make(any_device, bounds_check=mode, fused_bounds_check=fused)
     before = snapshot(module)
     output = run(module, indices, offsets)
     tables = [view.cpu() for view in before]
@@ -176,8 +182,9 @@ def test_bad_ids_read_and_train_row_0(name, indices, offsets, read, count, first
     assert report.bad_offsets == 0
 
 
-def test_report_adds_up_and_keeps_the_first(any_device):
-    module = make(any_device)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+def test_report_adds_up_and_keeps_the_first(fused, any_device):
+    module = make(any_device, fused_bounds_check=fused)
     assert str(module.bounds_report()) == "no id or offset was out of bounds"
     run(module, [4, 0], [0, 1, 2])
     run(module, [0, 5], [0, 1, 2])
@@ -212,13 +219,14 @@ BAD_OFFSETS = [
 ]
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 @pytest.mark.parametrize("mode", ["ignore", "warning"])
 @pytest.mark.parametrize("name, given, repaired, count", BAD_OFFSETS, ids=[case[0] for case in BAD_OFFSETS])
-def test_bad_offsets_are_repaired(name, given, repaired, count, mode, any_device):
+def test_bad_offsets_are_repaired(name, given, repaired, count, mode, fused, any_device):
     """Two samples; the repair gives the same step as the repaired offsets."""
     results = []
     for offsets in (given, repaired):
-        module = make(any_device, bounds_check=mode)
+        module = make(any_device, bounds_check=mode, fused_bounds_check=fused)
         output = run(module, [0, 1, 2, 1], offsets)
         results.append((output, module.weights.clone(), module.bounds_report().bad_offsets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -264,12 +272,43 @@ def test_table_without_rows(any_device):
     assert rows_changed(module, [torch.zeros_like(view) for view in module.split_embedding_weights()]) == [[], [1]]
 
 
-def test_bad_ids_with_a_batch_size_for_each_feature(any_device):
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+def test_bad_ids_with_a_batch_size_for_each_feature(fused, any_device):
     """Feature 0 has two samples, feature 1 three; the first bad id is the second of feature 1's last sample."""
-    module = make(any_device)
+    module = make(any_device, fused_bounds_check=fused)
     indices = torch.tensor([0, 1, 0, 1, 2, 9], device=any_device)
     offsets = torch.tensor([0, 1, 2, 3, 4, 6], device=any_device)
     output = module(indices, offsets, batch_sizes=[[2], [3]])
     assert output[-2:].tolist() == [104.0 + 100.0, 105.0 + 101.0]
     report = module.bounds_report()
     assert (report.bad_ids, report.first_bad_id) == (1, (1, 2, 9))
+
+
+@st.composite
+def bad_batches(draw):
+    """Two features with three samples each; any offsets, any ids."""
+    size = draw(st.integers(0, 12))
+    anything = st.one_of(st.integers(-2, size + 2), st.sampled_from([-(2**40), 2**31, 2**40]))
+    offsets = draw(st.one_of(st.lists(anything, min_size=7, max_size=7), st.permutations([0, 1, 2, 3, 4, 5, 6])))
+    ids = st.one_of(st.integers(-2, 5), st.sampled_from([-(2**40), 2**31, 2**32 + 1]))
+    return draw(st.lists(ids, min_size=size, max_size=size)), offsets
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(batch=bad_batches(), pooling=st.sampled_from(["sum", "mean"]), bags=st.sampled_from([1, 2]))
+def test_fused_and_separate_checks_agree(batch, pooling, bags, any_device):
+    """Bitwise: output, tables and the whole report, from the kernels and from the reference."""
+    results = []
+    config = GatherConfig(bags_per_program=bags, rows_per_bag=2, num_warps=1)
+    for fused in (True, False):
+        module = make(any_device, pooling=pooling, fused_bounds_check=fused)
+        with force_config(gather=config):
+            output = run(module, *batch)
+        results.append((output, module.weights.cpu(), module.bounds_report()))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
+    reference = make("cpu", pooling=pooling)
+    token = kernels_on_cpu.set(False)
+    run(reference, *batch)
+    kernels_on_cpu.reset(token)
+    assert results[0][2] == reference.bounds_report()

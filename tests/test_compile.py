@@ -33,13 +33,14 @@ class Variant:
     offset_dtype: torch.dtype = torch.int64
     stochastic_rounding: bool = True
     bounds_check: str = "warning"
+    fused_bounds_check: bool = True
     vbe: bool = False  # a batch size for each feature
 
     def __str__(self):
         parts = [f"D{'-'.join(map(str, self.dims))}", SHORT[self.weights_dtype], SHORT[self.output_dtype]]
         parts += [self.optimizer, self.pooling, "weighted"[: 8 * self.weighted], self.bounds_check]
         parts += [str(self.index_dtype)[6:], str(self.offset_dtype)[6:], "sr"[: 2 * self.stochastic_rounding]]
-        parts += ["vbe"[: 3 * self.vbe]]
+        parts += ["vbe"[: 3 * self.vbe], "separate"[: 8 * (not self.fused_bounds_check)]]
         return "-".join(filter(None, parts))
 
 
@@ -56,6 +57,7 @@ def compile_variant(variant, backend, arch):
         output_dtype=variant.output_dtype,
         stochastic_rounding=variant.stochastic_rounding,
         bounds_check=variant.bounds_check,
+        fused_bounds_check=variant.fused_bounds_check,
         device="cpu",
     )
     num_bags = 2 * (len(variant.dims) + 1)
@@ -87,7 +89,7 @@ def dim_of(kernel):
 
 
 STAGES = {
-    "check_offsets_kernel", "repair_offsets_kernel", "check_ids_kernel", "report_first_kernel", "gather_kernel",
+    "check_offsets_kernel", "gather_kernel",
     "linearise_kernel", "write_runs_kernel", "describe_runs_kernel", "expand_pieces_kernel",
     "short_run_kernel", "grad_accum_kernel", "apply_kernel",
 }  # fmt: skip
@@ -126,15 +128,16 @@ def test_gradients_are_loaded_16_bytes_a_lane(arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("bags, rows, warps", [(4, 4, 1), (8, 2, 2), (16, 4, 4)])
-def test_bags_side_by_side(bags, rows, warps, arch):
-    """Every row of a step is loaded 16 bytes a lane, and nothing spills."""
+@pytest.mark.parametrize("bags, rows, unroll, warps", [(4, 1, 4, 1), (4, 2, 2, 1), (16, 1, 2, 4), (1, 8, 1, 1)])
+def test_gather_configurations(bags, rows, unroll, warps, arch):
+    """Rows are loaded 16 bytes a lane, and nothing spills."""
     from fbtriton.compile_only import load_widths, resources
 
-    with force_config(gather=GatherConfig(rows_per_step=rows, num_warps=warps, bags_per_program=bags)):
-        (kernel,) = of(compile_variant(Variant((128,)), "cuda", arch), "gather_bags_kernel", 128)
+    config = GatherConfig(bags_per_program=bags, rows_per_bag=rows, num_warps=warps, unroll=unroll)
+    with force_config(gather=config):
+        (kernel,) = of(compile_variant(Variant((128,)), "cuda", arch), "gather_kernel", 128)
     widths = load_widths(kernel)
-    assert widths["LDG.E.128"] >= rows and not any("U16" in width for width in widths), widths
+    assert widths["LDG.E.128"] >= unroll and not any("U16" in width for width in widths), widths
     assert resources(kernel).spills == 0
 
 
@@ -151,6 +154,7 @@ def pairwise_cover():
         "offset_dtype": [torch.int32, torch.int64],
         "stochastic_rounding": [False, True],
         "bounds_check": ["off", "ignore", "warning", "fatal"],
+        "fused_bounds_check": [True, False],
         "vbe": [False, True],
     }
     names = list(options)

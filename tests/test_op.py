@@ -132,13 +132,13 @@ def test_opcheck(any_device):
     report = module.bounds_check_report
     torch.library.opcheck(torch.ops.fbtriton.check_bounds, (indices, offsets, [], [], report, text), test_utils=tests)
     weights = torch.rand(8, device=any_device, requires_grad=True)
-    for sample_weights in (None, weights):
+    for sample_weights, fused_report in ((None, None), (weights, report)):
         inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, indices, offsets)
         torch.library.opcheck(
-            torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], text), test_utils=tests
+            torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], fused_report, text), test_utils=tests
         )
     with torch.no_grad():
-        output, stamp = torch.ops.fbtriton.embedding_bags(*inputs, None, [], [], text)
+        output, stamp, _ = torch.ops.fbtriton.embedding_bags(*inputs, None, [], [], None, text)
     saved = (module.seed_and_step, stamp, indices, offsets)
     for sample_weights, needed in ((None, False), (weights.detach(), True)):
         torch.library.opcheck(

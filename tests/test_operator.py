@@ -35,6 +35,7 @@ class Case:
     offset_dtype: torch.dtype = torch.int64
     stochastic_rounding: bool = True
     bounds_check: str = "warning"
+    fused_bounds_check: bool = True
     pruned: float = 0.0
     padding: int = 0
     hot: float = 0.0
@@ -51,6 +52,7 @@ class Case:
             output_dtype=self.output_dtype,
             stochastic_rounding=self.stochastic_rounding,
             bounds_check=self.bounds_check,
+            fused_bounds_check=self.fused_bounds_check,
             device=device,
         )
         return module.init_uniform_(-1, 1)
@@ -153,6 +155,7 @@ def cases(draw):
         offset_dtype=draw(options(*INTEGERS)),
         stochastic_rounding=draw(options(True, False)),
         bounds_check=draw(options("warning", "ignore", "off")),
+        fused_bounds_check=draw(options(True, False)),
         pruned=draw(st.sampled_from([0.0, 0.3])),
         padding=draw(st.sampled_from([0, 3])),
         hot=draw(st.sampled_from([0.0, 0.8])),
@@ -212,27 +215,29 @@ def test_shared_tables_are_updated_once(device):
     check(case, device)
 
 
-@pytest.mark.parametrize("rows_per_step", [1, 2, 8])
-@pytest.mark.parametrize("num_warps", [1, 4])
-def test_forced_gather(rows_per_step, num_warps, device):
-    with force_config(gather=GatherConfig(rows_per_step=rows_per_step, num_warps=num_warps)):
-        check(Case(weighted=True, sample_grad=True, pruned=0.2), device)
+GATHERS = [
+    GatherConfig(bags_per_program=1, rows_per_bag=1, num_warps=1),
+    GatherConfig(bags_per_program=1, rows_per_bag=8, num_warps=4, unroll=2),
+    GatherConfig(bags_per_program=2, rows_per_bag=1, num_warps=1, unroll=4),
+    GatherConfig(bags_per_program=4, rows_per_bag=2, num_warps=2),
+    GatherConfig(bags_per_program=16, rows_per_bag=1, num_warps=1, columns=2),
+]
 
 
-@pytest.mark.parametrize("bags_per_program", [2, 4, 16])
+@pytest.mark.parametrize("config", GATHERS, ids=str)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("vbe", [False, True], ids=["", "vbe"])
-def test_forced_bags_side_by_side(bags_per_program, pooling, vbe, device):
-    """Bags of one program lie in different features; the last program has bags left over."""
-    options = {"pooling": pooling, "weighted": True, "pruned": 0.2, "padding": 3}
+def test_forced_gather(config, pooling, vbe, device):
+    """Programs with bags left over; with batch sizes for each feature a program's bags lie in different features."""
+    options = {"pooling": pooling, "weighted": True, "sample_grad": True, "pruned": 0.2, "padding": 3}
     case = vbe_case(**options) if vbe else Case(lengths=((3, 0, 2, 1, 9), (1, 4, 0, 0, 1)), **options)
-    with force_config(gather=GatherConfig(rows_per_step=2, num_warps=1, bags_per_program=bags_per_program)):
+    with force_config(gather=config):
         check(case, device)
 
 
-@pytest.mark.parametrize("dim", [1, 6, 20, 128])
-def test_dims_side_by_side(dim, device):
-    with force_config(gather=GatherConfig(rows_per_step=4, num_warps=2, bags_per_program=8)):
+@pytest.mark.parametrize("dim, columns", [(1, 2048), (6, 4), (20, 8), (128, 32), (96, 32), (200, 128)])
+def test_forced_gather_of_dims(dim, columns, device):
+    with force_config(gather=GatherConfig(bags_per_program=4, rows_per_bag=2, num_warps=2, columns=columns)):
         check(Case(rows=(3, 7), dims=(1, dim), weights_dtype=torch.float16, lengths=((3, 0, 2), (9, 1, 0))), device)
 
 

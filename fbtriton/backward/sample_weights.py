@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_gather
+from fbtriton.config import select_sample_grad
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, output_offset
 
@@ -53,7 +53,7 @@ def sample_weights_grad(
     out = torch.zeros_like(bags.indices, dtype=torch.float32)
     first_bag = 0
     for number, bucket in enumerate(layout.buckets):
-        config = select_gather(bucket.block_dim)
+        config = select_sample_grad(bucket.block_dim)
         num_bags = shape.bags_of(bucket)
         if num_bags == 0:
             continue

@@ -1,15 +1,26 @@
-"""indices, offsets -> gather -> output, with the stamp that the backward reads."""
+"""indices, offsets -> [check of the offsets] -> gather -> output, with the stamp that the backward reads."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fbtriton import reference
 from fbtriton.batch import BatchShape
+from fbtriton.bounds_check import check_offsets
 from fbtriton.config import uses_kernels
 from fbtriton.forward.gather import gather
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import make_stamp
+
+
+class Forward(NamedTuple):
+    """What the forward gives."""
+
+    output: Tensor  # pooled rows, of `BatchShape.output_shape`
+    stamp: Tensor  # see `fbtriton.rows`
+    offsets: Tensor  # the repaired offsets; empty if the given ones need no repair
 
 
 def forward(
@@ -18,14 +29,23 @@ def forward(
     hyperparameters: Tensor,
     seed_and_step: Tensor,
     bags: Bags,
+    report: Tensor | None,
     shape: BatchShape,
     spec: OperatorSpec,
-) -> tuple[Tensor, Tensor]:
-    """The pooled rows, of `shape.output_shape`, and the stamp. Bags have passed the bounds check."""
-    if shape.num_bags == 0 or not uses_kernels(weights.device):
+) -> Forward:
+    """With a report the bounds are checked here (fused); without one the bags have passed the check before."""
+    if not uses_kernels(weights.device):
+        repaired = bags.offsets.new_empty(0)
+        if report is not None:
+            repaired = reference.bounds_check(bags=bags, report=report, shape=shape, spec=spec)
+            bags = bags._replace(offsets=repaired)
         output = reference.forward(weights=weights, bags=bags, shape=shape, spec=spec)
-        return output, make_stamp(hyperparameters, seed_and_step)
+        return Forward(output, make_stamp(hyperparameters, seed_and_step), repaired)
+    check = check_offsets(bags=bags, report=report, spec=spec) if report is not None else None
+    repaired = bags.offsets.new_empty(0) if check is None else check.repaired
     output = weights.new_empty(shape.output_shape, dtype=spec.torch_output_dtype)
+    if shape.num_bags == 0:
+        return Forward(output, make_stamp(hyperparameters, seed_and_step), repaired)
     stamp = seed_and_step.new_empty(2 + hyperparameters.numel())
     gather(
         out=output,
@@ -34,7 +54,8 @@ def forward(
         hyperparameters=hyperparameters,
         seed_and_step=seed_and_step,
         bags=bags,
+        check=check,
         shape=shape,
         spec=spec,
     )
-    return output, stamp
+    return Forward(output, stamp, repaired)

@@ -1,10 +1,8 @@
 """The generic forward: sum the rows of each bag, feature by feature.
 
-Two traversals, each for weighted and unweighted, sum and mean, all dtypes and index types: several rows of one bag side
-by side (`gather_kernel`), which keeps a warp busy with a long bag, or several bags side by side (`gather_bags_kernel`),
-for bags too short for that. The configuration says which; the second is not chosen by itself before it is measured.
-Accumulation is fp32: the first adds the rows of a step into as many partial sums, which are added at the end, the
-second adds the rows of each bag one after the other.
+One traversal for weighted and unweighted, sum and mean, all dtypes and index types, with or without a check of the ids.
+A program's tile has BAGS x ROWS rows: some bags of one feature side by side, and some rows of each bag. Accumulation
+is fp32: each of a bag's ROWS lanes adds every ROWS-th row, and the lanes are added at the end.
 """
 
 from __future__ import annotations
@@ -13,116 +11,172 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_gather
-from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, output_offset, scale_rows, tile_mask, write_stamp
+from fbtriton.bounds_check import chunk_size, repaired_bag_bounds, report_bad_ids
+from fbtriton.config import GatherConfig, select_gather
+from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
+from fbtriton.rows import (
+    aligned,
+    bag_bounds,
+    bucket_bag,
+    first_bag_of,
+    is_bad_id,
+    load_checked_ids,
+    load_tile,
+    output_offset,
+    scale_rows,
+    tile_mask,
+    write_stamp,
+)  # fmt: skip
 
 
 @triton.jit
-def sum_bag(
-    weights_ptr, table_offset, table_rows, bags, begin, length,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The sum of one bag's rows. table_offset, table_rows, begin, length scalars -> [BLOCK_D] fp32"""
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    lane = tl.arange(0, ROWS)
-    for step in range(0, length, ROWS):
-        position = begin + step + lane  # [ROWS]
-        row, live = load_ids(bags.indices, position, step + lane < length, table_rows)
-        tile = load_tile(weights_ptr, table_offset + row * DIM, live, DIM, BLOCK_D)  # [ROWS, BLOCK_D]
-        total += scale_rows(tile, bags.sample_weights, position, live)
-    return tl.sum(total, axis=0)
+def bags_of_program(bags, bucket_features_ptr, number, first_bag, num_bags, batch_size, BAGS: tl.constexpr):
+    """The bags of this program, all of one feature unless every feature has a batch size of its own.
 
-
-@triton.jit(do_not_specialize=["first_bag", "batch_size", "num_entries", "num_columns"])
-def gather_kernel(
-    out_ptr, stamp_ptr,
-    weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
-    first_bag, batch_size, num_entries, num_columns,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
-    TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr,
-):  # fmt: skip
+    number [K] in [0, BAGS) -> bag [K] int64, feature scalar or [K] int64, live [K]. first_bag counts the bags of
+    earlier buckets.
+    """
     program = tl.program_id(0).to(tl.int64)
-    if stamp_ptr is not None:
-        if program == 0:
-            write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
-    bag, feature = bucket_bag(bags, bucket_features_ptr, program, first_bag, batch_size)
-    begin, length = bag_bounds(bags.offsets, bag, num_entries)
-    table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
-    table_rows = tl.load(features.rows + feature)
-    total = sum_bag(weights_ptr, table_offset, table_rows, bags, begin, length, DIM, BLOCK_D, ROWS)
-    if MEAN:
-        total *= 1.0 / tl.maximum(length, 1).to(tl.float32)
-    # The alignment of the segment is stated, because both sizes are unknown to the compiler.
-    offset = output_offset(bags, features, bag, feature, batch_size, num_columns)
-    offset = tl.multiple_of(offset, OUTPUT_ALIGNMENT)
-    column = tl.arange(0, BLOCK_D)
-    tl.store(out_ptr + offset + column, total.to(out_ptr.dtype.element_ty), mask=column < DIM)
+    if bags.vbe is None:
+        blocks = tl.cdiv(batch_size, BAGS)
+        feature = tl.load(bucket_features_ptr + program // blocks)
+        sample = (program % blocks) * BAGS + number
+        live = sample < batch_size
+        bag = feature * batch_size + tl.where(live, sample, 0)
+    else:
+        place = program * BAGS + number
+        live = place < num_bags
+        bag, feature = bucket_bag(bags, bucket_features_ptr, tl.where(live, place, 0), first_bag, batch_size)
+    return bag, feature, live
 
 
 @triton.jit
-def sum_bags(
-    weights_ptr, table_offset, table_rows, bags, begin, length,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+def sum_rows(
+    weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of several bags' rows. table_offset, table_rows, begin, length [BAGS] -> [BAGS, BLOCK_D] fp32"""
-    total = tl.zeros([begin.shape[0], BLOCK_D], tl.float32)
-    for step in range(0, tl.max(length), ROWS):
-        for unrolled in tl.static_range(ROWS):
-            position = begin + step + unrolled  # [BAGS]
-            row, live = load_ids(bags.indices, position, step + unrolled < length, table_rows)
-            tile = load_tile(weights_ptr, table_offset + row * DIM, live, DIM, BLOCK_D)  # [BAGS, BLOCK_D]
+    """What each lane adds of its bag: the rows lane, lane + ROWS, ...; and whether one of its ids is bad.
+
+    begin, length, lane [R] -> [R, BLOCK_D] fp32, [R]
+    """
+    total = tl.zeros([lane.shape[0], BLOCK_D], tl.float32)
+    any_bad = lane < 0
+    for step in range(0, tl.max(length), ROWS * UNROLL):
+        for unrolled in tl.static_range(UNROLL):
+            number = step + unrolled * ROWS + lane
+            position = begin + number
+            row, live, bad = load_checked_ids(bags.indices, position, number < length, table_rows)
+            any_bad = any_bad | bad
+            tile = load_tile(weights_ptr, table_offset + row * DIM, live, DIM, BLOCK_D, first_column)
             total += scale_rows(tile, bags.sample_weights, position, live)
-    return total
+    return total, any_bad
 
 
-@triton.jit(do_not_specialize=["first_bag", "num_bags", "batch_size", "num_entries", "num_columns"])
-def gather_bags_kernel(
-    out_ptr, stamp_ptr,
-    weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
-    first_bag, num_bags, batch_size, num_entries, num_columns,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BAGS: tl.constexpr, MEAN: tl.constexpr,
-    TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr,
+@triton.jit
+def report_ids_of_bags(
+    check, indices_ptr, feature, table_rows, sample, begin, length, lane, ROWS: tl.constexpr, FATAL: tl.constexpr
+):
+    """Go through the ids of the bags once more. Slow, for bags with a bad id. feature to lane [R]"""
+    for step in range(0, tl.max(length), ROWS):
+        number = step + lane
+        row = tl.load(indices_ptr + begin + number, mask=number < length, other=-1).to(tl.int64)
+        bad = is_bad_id(row, table_rows)
+        if FATAL:
+            tl.device_assert(~bad, "an id is outside its table")
+        report_bad_ids(check, bad, begin + number, feature + tl.zeros_like(row), sample, row)
+
+
+@triton.jit
+def store_bags(
+    out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
+    first_bag, num_bags, batch_size, num_columns,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
+    OUTPUT_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Another traversal than `gather_kernel`: the tile's rows are bags, so none is empty where bags hold one id."""
-    program = tl.program_id(0).to(tl.int64)
-    if stamp_ptr is not None:
-        if program == 0:
-            write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
-    number = program * BAGS + tl.arange(0, BAGS)  # [BAGS]
-    live = number < num_bags
-    bag, feature = bucket_bag(bags, bucket_features_ptr, tl.where(live, number, 0), first_bag, batch_size)
-    begin, length = bag_bounds(bags.offsets, bag, num_entries)
-    length = tl.where(live, length, 0)
-    table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT])
-    table_rows = tl.load(features.rows + feature)
-    total = sum_bags(weights_ptr, table_offset, table_rows, bags, begin, length, DIM, BLOCK_D, ROWS)
+    """Add the lanes of each bag and store the sums or means. total [BAGS * ROWS, BLOCK_D]; length [BAGS * ROWS]"""
+    pooled = tl.sum(tl.reshape(total, (BAGS, ROWS, BLOCK_D)), axis=1)  # [BAGS, BLOCK_D]
     if MEAN:
-        total *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
+        length = tl.max(tl.reshape(length, (BAGS, ROWS)), axis=1)
+        pooled *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
+    bag, feature, live = bags_of_program(
+        bags, bucket_features_ptr, tl.arange(0, BAGS), first_bag, num_bags, batch_size, BAGS
+    )
     offset = output_offset(bags, features, bag, feature, batch_size, num_columns)
-    offset = tl.multiple_of(offset, [OUTPUT_ALIGNMENT])
-    pointer = out_ptr + offset[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(pointer, total.to(out_ptr.dtype.element_ty), mask=tile_mask(live, DIM, BLOCK_D))
+    # The alignment is stated, because the sizes are unknown to the compiler.
+    pointer = (
+        out_ptr + aligned(offset, OUTPUT_ALIGNMENT, True)[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    )
+    tl.store(pointer, pooled.to(out_ptr.dtype.element_ty), mask=tile_mask(live, DIM, BLOCK_D, first_column))
+
+
+@triton.jit(do_not_specialize=["first_bag", "num_bags", "batch_size", "num_entries", "num_columns", "chunk"])
+def gather_kernel(
+    out_ptr, stamp_ptr, check,
+    weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
+    first_bag, num_bags, batch_size, num_entries, num_columns, chunk,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
+    NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
+):  # fmt: skip
+    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
+    first_column = tl.program_id(1) * BLOCK_D
+    lane = tl.arange(0, BAGS * ROWS) % ROWS  # [R], of each bag
+    bag, feature, live = bags_of_program(
+        bags, bucket_features_ptr, tl.arange(0, BAGS * ROWS) // ROWS, first_bag, num_bags, batch_size, BAGS
+    )
+    begin, length = bag_bounds(bags.offsets, bag, num_entries)
+    if check is not None:
+        counted = live & (lane == 0) & (first_column == 0)
+        begin, length = repaired_bag_bounds(check, bags.offsets, bag, counted, begin, length, num_entries, chunk)
+    length = tl.where(live, length, 0)
+    table_offset = aligned(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT, bags.vbe is not None)
+    table_rows = tl.load(features.rows + feature)
+    total, any_bad = sum_rows(
+        weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
+    )
+    if check is not None:
+        if check.report is not None:
+            if (first_column == 0) & (tl.max(any_bad.to(tl.int32)) > 0):
+                sample = bag - first_bag_of(bags.vbe, feature, batch_size)
+                report_ids_of_bags(check, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL)
+    store_bags(
+        out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
+        first_bag, num_bags, batch_size, num_columns, DIM, BLOCK_D, BAGS, ROWS, MEAN, OUTPUT_ALIGNMENT,
+    )  # fmt: skip
+
+
+def gather_grid(bucket: Bucket, config: GatherConfig, shape: BatchShape) -> tuple[int, int]:
+    """Programs for the bags, and for the columns of wide rows."""
+    bags = config.bags_per_program
+    if shape.batch_size:
+        blocks = len(bucket.features) * triton.cdiv(shape.batch_size, bags)
+    else:
+        blocks = triton.cdiv(shape.bags_of(bucket), bags)
+    return blocks, triton.cdiv(bucket.dim, config.columns)
 
 
 def gather(
     *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, shape: BatchShape, spec: OperatorSpec,
+    bags: Bags, check: BoundsCheck | None, shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill out, of `shape.output_shape`: one launch for each dim. The first launch also writes the stamp."""
+    """Fill out, of `shape.output_shape`: one launch for each dim. The first launch also writes the stamp.
+
+    With `check` the launches also report and repair what is bad, offsets included.
+    """
     layout = spec.layout
     on_device = layout.on_device(weights.device)
+    mean_length = bags.indices.numel() / shape.num_bags
+    fatal = spec.bounds_check == "fatal" and check is not None
     first_bag = 0
     for number, bucket in enumerate(layout.buckets):
-        config = select_gather(bucket.block_dim)
+        config = select_gather(bucket.block_dim, mean_length)
         num_bags = shape.bags_of(bucket)
         if num_bags == 0:
             continue
-        side_by_side = {"num_bags": num_bags, "BAGS": config.bags_per_program} if config.bags_per_program > 1 else {}
-        kernel = gather_bags_kernel if side_by_side else gather_kernel
-        kernel[(triton.cdiv(num_bags, config.bags_per_program),)](
+        gather_kernel[gather_grid(bucket, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
+            check=check,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,
             seed_and_step_ptr=seed_and_step,
@@ -130,17 +184,22 @@ def gather(
             features=on_device.features,
             bags=bags,
             first_bag=first_bag,
+            num_bags=num_bags,
             batch_size=shape.batch_size,
             num_entries=bags.indices.numel(),
             num_columns=layout.columns[-1],
+            chunk=chunk_size(bags.offsets.numel()),
             DIM=bucket.dim,
-            BLOCK_D=bucket.block_dim,
-            ROWS=config.rows_per_step,
+            BLOCK_D=min(bucket.block_dim, config.columns),
+            BAGS=config.bags_per_program,
+            ROWS=config.rows_per_bag,
+            UNROLL=config.unroll,
             MEAN=spec.mean,
             TABLE_ALIGNMENT=layout.table_alignment,
             OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
             NUM_HYPERPARAMETERS=hyperparameters.numel(),
+            FATAL=fatal,
             num_warps=config.num_warps,
-            **side_by_side,
+            debug=fatal,
         )
         first_bag += num_bags

@@ -44,13 +44,13 @@ def plan(spec: OperatorSpec, device: torch.device) -> Plan:
     target = target_of(device)
     routes = []
     for bucket in spec.layout.buckets:
-        gather, short = select_gather(bucket.block_dim), select_short_run(bucket.block_dim)
+        gather, short = select_gather(bucket.block_dim, 1.0), select_short_run(bucket.block_dim)
         long = select_long_run(bucket.block_dim)
         routes += [
             Route(
                 "forward gather",
                 bucket.features,
-                f"dim {bucket.dim}; {gather.rows_per_step} rows a step, {gather.num_warps} warps;"
+                f"dim {bucket.dim}; {gather.rows_per_bag} rows a step, {gather.num_warps} warps;"
                 f" default row, not tuned for {target.name}",
             ),
             Route(
