@@ -141,7 +141,7 @@ def repair_offset(offsets_ptr, check, number, num_entries, chunk):
     """The repaired offsets of the given numbers. Slow: it walks a chunk. number [K] int64 -> [K] int64"""
     own_chunk = number // chunk
     highest = tl.zeros_like(number)
-    for other in range(CHUNK_COUNT):
+    for other in range(tl.max(own_chunk)):
         highest = tl.where(other < own_chunk, tl.maximum(highest, tl.load(check.highest + other)), highest)
     position = own_chunk * chunk
     for _ in range(chunk):

@@ -98,16 +98,6 @@ def first_bag_of(vbe, feature, batch_size):
 
 
 @triton.jit
-def aligned(offset, ALIGNMENT: tl.constexpr, IS_VECTOR: tl.constexpr):
-    """State the alignment of offsets that the compiler cannot see. offset scalar or [K]"""
-    if IS_VECTOR:
-        offset = tl.multiple_of(offset, [ALIGNMENT])
-    else:
-        offset = tl.multiple_of(offset, ALIGNMENT)
-    return offset
-
-
-@triton.jit
 def is_bad_id(row, table_rows):
     return (row != -1) & ((row < 0) | (row >= table_rows))
 

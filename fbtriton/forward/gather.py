@@ -15,14 +15,12 @@ from fbtriton.bounds_check import chunk_size, repaired_bag_bounds, report_bad_id
 from fbtriton.config import GatherConfig, select_gather
 from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
-    aligned,
     bag_bounds,
     bucket_bag,
     first_bag_of,
     is_bad_id,
     load_checked_ids,
     load_tile,
-    output_offset,
     scale_rows,
     tile_mask,
     write_stamp,
@@ -33,21 +31,22 @@ from fbtriton.rows import (
 def bags_of_program(bags, bucket_features_ptr, number, first_bag, num_bags, batch_size, BAGS: tl.constexpr):
     """The bags of this program, all of one feature unless every feature has a batch size of its own.
 
-    number [K] in [0, BAGS) -> bag [K] int64, feature scalar or [K] int64, live [K]. first_bag counts the bags of
-    earlier buckets.
+    number [K] in [0, BAGS) -> bag, sample [K] int64, feature scalar or [K] int64, live [K]. first_bag counts the bags
+    of earlier buckets.
     """
-    program = tl.program_id(0).to(tl.int64)
     if bags.vbe is None:
         blocks = tl.cdiv(batch_size, BAGS)
-        feature = tl.load(bucket_features_ptr + program // blocks)
-        sample = (program % blocks) * BAGS + number
+        feature = tl.load(bucket_features_ptr + tl.program_id(0) // blocks)
+        sample = (tl.program_id(0) % blocks) * BAGS + number
         live = sample < batch_size
-        bag = feature * batch_size + tl.where(live, sample, 0)
+        sample = tl.where(live, sample, 0).to(tl.int64)
+        bag = feature * batch_size + sample
     else:
-        place = program * BAGS + number
+        place = tl.program_id(0).to(tl.int64) * BAGS + number
         live = place < num_bags
         bag, feature = bucket_bag(bags, bucket_features_ptr, tl.where(live, place, 0), first_bag, batch_size)
-    return bag, feature, live
+        sample = bag - first_bag_of(bags.vbe, feature, batch_size)
+    return bag, sample, feature, live
 
 
 @triton.jit
@@ -98,14 +97,15 @@ def store_bags(
     if MEAN:
         length = tl.max(tl.reshape(length, (BAGS, ROWS)), axis=1)
         pooled *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
-    bag, feature, live = bags_of_program(
+    bag, sample, feature, live = bags_of_program(
         bags, bucket_features_ptr, tl.arange(0, BAGS), first_bag, num_bags, batch_size, BAGS
     )
-    offset = output_offset(bags, features, bag, feature, batch_size, num_columns)
-    # The alignment is stated, because the sizes are unknown to the compiler.
-    pointer = (
-        out_ptr + aligned(offset, OUTPUT_ALIGNMENT, True)[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
-    )
+    if bags.vbe is None:
+        offset = sample * num_columns + tl.load(features.column + feature)
+    else:
+        offset = tl.load(bags.vbe.output_offsets + bag)
+    offset = tl.multiple_of(offset, [OUTPUT_ALIGNMENT])
+    pointer = out_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
     tl.store(pointer, pooled.to(out_ptr.dtype.element_ty), mask=tile_mask(live, DIM, BLOCK_D, first_column))
 
 
@@ -121,7 +121,7 @@ def gather_kernel(
     write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
     first_column = tl.program_id(1) * BLOCK_D
     lane = tl.arange(0, BAGS * ROWS) % ROWS  # [R], of each bag
-    bag, feature, live = bags_of_program(
+    bag, sample, feature, live = bags_of_program(
         bags, bucket_features_ptr, tl.arange(0, BAGS * ROWS) // ROWS, first_bag, num_bags, batch_size, BAGS
     )
     begin, length = bag_bounds(bags.offsets, bag, num_entries)
@@ -129,7 +129,11 @@ def gather_kernel(
         counted = live & (lane == 0) & (first_column == 0)
         begin, length = repaired_bag_bounds(check, bags.offsets, bag, counted, begin, length, num_entries, chunk)
     length = tl.where(live, length, 0)
-    table_offset = aligned(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT, bags.vbe is not None)
+    # Alignments are stated where the values are loaded: the compiler cannot see them, and a helper would lose them.
+    if bags.vbe is None:
+        table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
+    else:
+        table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT])
     table_rows = tl.load(features.rows + feature)
     total, any_bad = sum_rows(
         weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
@@ -137,7 +141,6 @@ def gather_kernel(
     if check is not None:
         if check.report is not None:
             if (first_column == 0) & (tl.max(any_bad.to(tl.int32)) > 0):
-                sample = bag - first_bag_of(bags.vbe, feature, batch_size)
                 report_ids_of_bags(check, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL)
     store_bags(
         out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
