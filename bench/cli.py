@@ -226,3 +226,27 @@ def occupancy(
         print_occupancy(chosen, arch or [90, 100], list(ids or ID_DTYPES), json_out)
     except ValueError as error:
         raise _fail(error) from error
+
+
+@app.command()
+def tune(
+    kernel: Annotated[str, typer.Argument(help="Which kernel: gather.")] = "gather",
+    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
+    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write every time here.")] = None,
+) -> None:
+    """Time every candidate configuration of a kernel on this GPU; prints rows for the tables of fbtriton.config."""
+    import torch
+
+    from bench.tune import TUNABLES
+    from bench.tune import tune as run_tune
+
+    try:
+        if kernel not in TUNABLES:
+            raise ValueError(f"kernel must be one of {', '.join(TUNABLES)}, got {kernel!r}")
+        if not torch.cuda.is_available():
+            raise ValueError("tune needs a GPU, and there is none")
+        (ids,) = _check_ids([ids], True)
+        run_tune(kernel, _chosen_workloads(workload, True, False), ids, json_out)
+    except ValueError as error:
+        raise _fail(error) from error

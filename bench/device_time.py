@@ -16,7 +16,7 @@ import re
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +107,17 @@ def _marked(call: Callable[[], Any], before: Callable[[], None]) -> Any:
     torch.cuda._sleep(MARKER_CYCLES)
     torch.cuda.synchronize()
     return result
+
+
+def profile_calls(calls: Sequence[Callable[[], Any]], flush: Callable[[], None]) -> list[list[DeviceEvent]]:
+    """The events of each call, each on a cold L2."""
+
+    def run() -> None:
+        for call in calls:
+            _marked(call, flush)
+
+    activities, marker = _calibrate()
+    return split_calls(device_events(_trace(run, activities)), len(calls), marker)
 
 
 def profile_steps(

@@ -37,7 +37,7 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
-    offsets_block: int = 4096  # offsets of one step
+    offsets_block: int = 2048  # offsets of one step
     bags_per_program: int = 32
     entries_per_bag: int = 8  # of one step
     num_warps: int = 4

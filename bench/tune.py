@@ -1,0 +1,194 @@
+"""Which configuration is fastest: every candidate of one kernel on workloads, and rows to paste into the tables of
+`fbtriton.config`.
+
+Candidates are compiled by as many processes as there are cores, without the GPU, into Triton's cache; then one process
+times them in turn, each on distinct requests with a cold L2. A kernel's launches are told apart by their order, one
+for each dim, so one forced configuration gives the time of each dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+
+from bench import tables
+from bench.workloads import ID_DTYPES, Workload
+
+REPETITIONS = 3
+SHOWN = 3  # fastest candidates of each workload
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """One kernel: how its configuration is forced, and which there are to try."""
+
+    field: str  # of fbtriton.config.ForcedConfig
+    kernel: str
+    backward: bool
+    candidates: Callable[[int], Iterator[Any]]  # for rows of so many columns
+
+
+def gather_candidates(block_dim: int) -> Iterator[Any]:
+    from fbtriton.config import GatherConfig
+
+    for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4)):
+        per_lane = bags * rows * min(block_dim, 2048) // (32 * warps)
+        if 8 <= per_lane <= 64 and per_lane * unroll <= 128 and rows * unroll <= 32:
+            yield GatherConfig(bags, rows, warps, unroll)
+
+
+TUNABLES = {"gather": Tunable("gather", "gather_kernel", False, gather_candidates)}
+
+
+def _module(workload: Workload, device: torch.device) -> Any:
+    from bench.providers import Fbtriton
+
+    return Fbtriton(workload, "int32", "", device, 1).module
+
+
+def _step(module: Any, request: Any, workload: Workload, backward: bool) -> Any:
+    sizes = workload.batch_sizes
+    output = module(*request, batch_sizes=None if sizes is None else [[size] for size in sizes])
+    if backward:
+        output.backward(torch.ones_like(output))
+    return output
+
+
+def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[Any], ids: str, arch: int) -> int:
+    """Fill Triton's cache; returns how many did not compile. Runs in a process of its own."""
+    from bench.occupancy import _shrink, _silence
+    from bench.workloads import make_request
+    from fbtriton.compile_only import compile_only
+    from fbtriton.config import force_config
+
+    _silence()
+    small = _shrink(workload)
+    module = _module(small, torch.device("cpu"))
+    request = make_request(small, 0, torch.device("cpu"), ID_DTYPES[ids])
+    failed = 0
+    for candidate in candidates:
+        try:
+            with force_config(**{tunable.field: candidate}), compile_only("cuda", arch):
+                _step(module, request, small, tunable.backward)
+        except Exception:
+            failed += 1  # it fails again, and says why, when it is timed
+    return failed
+
+
+def _compile_all(workloads: list[Workload], tunable: Tunable, ids: str, arch: int, progress: Progress) -> None:
+    cores = os.cpu_count() or 1
+    jobs = []
+    for workload in workloads:
+        candidates = _candidates(workload, tunable)
+        jobs += [(workload, candidates[start::8]) for start in range(8)]
+    task = progress.add_task("compiling", total=len(jobs))
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        waiting = [
+            pool.submit(compile_candidates, workload, tunable, part, ids, arch) for workload, part in jobs if part
+        ]
+        for _ in as_completed(waiting):
+            progress.advance(task)
+
+
+def _candidates(workload: Workload, tunable: Tunable) -> list[Any]:
+    found: dict[Any, None] = {}
+    for dim in sorted(set(workload.dims)):
+        found |= dict.fromkeys(tunable.candidates(1 << (dim - 1).bit_length()))
+    return list(found)
+
+
+def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) -> dict[int, dict[Any, float]]:
+    """For each dim the median time of each candidate, us; None = as it is chosen now."""
+    from bench.device_time import profile_calls, short_name
+    from bench.workloads import make_requests
+    from fbtriton.config import force_config
+
+    device = torch.device("cuda")
+    module = _module(workload, device)
+    requests = make_requests(workload, REPETITIONS, 1, device, ids)
+    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
+    candidates = [None, *_candidates(workload, tunable)]
+    task = progress.add_task(workload.name, total=len(candidates))
+    calls, owners, reasons = [], [], {}
+    for candidate in candidates:
+        progress.advance(task)
+        call = partial(_forced, force_config, tunable, candidate, module, workload)
+        try:
+            call(requests[0])
+            torch.cuda.synchronize()
+        except Exception as error:
+            reasons[candidate] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        for request in requests:
+            calls.append(partial(call, request))
+            owners.append(candidate)
+    dims = sorted(set(workload.dims))
+    samples: dict[int, dict[Any, list[float]]] = {dim: {} for dim in dims}
+    for owner, events in zip(owners, profile_calls(calls, lambda: buffer.zero_() and None), strict=True):
+        times = [event.duration for event in events if short_name(event.name) == tunable.kernel]
+        for dim, us in zip(dims, times, strict=True):
+            samples[dim].setdefault(owner, []).append(us)
+    for candidate, reason in reasons.items():
+        progress.console.print(f"{workload.name}: {candidate} failed: {reason}")
+    return {dim: {config: statistics.median(us) for config, us in found.items()} for dim, found in samples.items()}
+
+
+def _forced(force_config: Any, tunable: Tunable, candidate: Any, module: Any, workload: Workload, request: Any) -> None:
+    with force_config(**({tunable.field: candidate} if candidate else {})):
+        _step(module, request, workload, tunable.backward)
+
+
+def _mean_length(workload: Workload) -> float:
+    return workload.expected_entries / sum(workload.samples)
+
+
+def _row(kernel: str, gpu: str, workload: Workload, dim: int, config: Any) -> str:
+    values = ", ".join(f"{name}={value}" for name, value in asdict(config).items())
+    length = _mean_length(workload)
+    return f"    # {gpu}, {workload.name}, dim {dim}, {length:.1f} ids a bag, {time.strftime('%Y-%m-%d')}: {kernel}({values})"
+
+
+def tune(kernel: str, workloads: list[Workload], ids: str, out: Path | None) -> None:
+    """Print the fastest configurations of one kernel for each workload, and rows to paste."""
+    tunable = TUNABLES[kernel]
+    properties = torch.cuda.get_device_properties(0)
+    table = Table(title=f"{kernel}: fastest configurations on {properties.name}, us")
+    for name in ("workload", "dim", "ids a bag", "now", *(f"{place}." for place in range(1, SHOWN + 1))):
+        table.add_column(name)
+    rows, record = [], []
+    console = tables.console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        _compile_all(workloads, tunable, ids, 10 * properties.major + properties.minor, progress)
+        for workload in workloads:
+            for dim, times in _time(workload, tunable, ids, progress).items():
+                best = sorted((config for config in times if config), key=times.__getitem__)
+                shown = [f"{times[config]:.1f}: {_short(config)}" for config in best[:SHOWN]]
+                table.add_row(workload.name, str(dim), f"{_mean_length(workload):.1f}", f"{times[None]:.1f}", *shown)
+                rows.append(_row(type(best[0]).__name__, properties.name, workload, dim, best[0]))
+                record += [
+                    {"workload": workload.name, "dim": dim, "us": round(us, 2), "config": config and asdict(config)}
+                    for config, us in times.items()
+                ]
+            torch.cuda.empty_cache()
+    if out:
+        out.write_text(json.dumps({"kernel": kernel, "gpu": properties.name, "ids": ids, "times": record}) + "\n")
+    tables.console().print(table)
+    print("\n".join(rows))
+
+
+def _short(config: Any) -> str:
+    return " ".join(map(str, asdict(config).values()))
