@@ -97,7 +97,7 @@ def summarise(calls: list[list[DeviceEvent]]) -> CallProfile:
     return CallProfile([sum(event.duration for event in events) for events in calls], kernels)
 
 
-def _marked(call: Callable[[], Any], before: Callable[[], None]) -> Any:
+def _marked(call: Callable[[], Any], before: Callable[[], Any]) -> Any:
     """Run a call between two markers, on a device that is otherwise idle."""
     before()
     torch.cuda.synchronize()
@@ -109,7 +109,7 @@ def _marked(call: Callable[[], Any], before: Callable[[], None]) -> Any:
     return result
 
 
-def profile_calls(calls: Sequence[Callable[[], Any]], flush: Callable[[], None]) -> list[list[DeviceEvent]]:
+def profile_calls(calls: Sequence[Callable[[], Any]], flush: Callable[[], Any]) -> list[list[DeviceEvent]]:
     """The events of each call, each on a cold L2."""
 
     def run() -> None:
@@ -121,7 +121,7 @@ def profile_calls(calls: Sequence[Callable[[], Any]], flush: Callable[[], None])
 
 
 def profile_steps(
-    forward: Callable[[], Any], backward: Callable[[Any], Any], flush: Callable[[], None], repetitions: int
+    forward: Callable[[], Any], backward: Callable[[Any], Any], flush: Callable[[], Any], repetitions: int
 ) -> tuple[CallProfile, CallProfile]:
     """Profiles of forward() and of backward(its result), each on a cold L2. One more repetition runs first and does
     not count."""

@@ -47,7 +47,7 @@ def resident_warps(registers: int, shared: int, num_warps: int, target: Multipro
     return num_warps * min(target.ctas, target.warps // num_warps, by_registers, by_shared)
 
 
-def _shrink(workload: Workload) -> Workload:
+def shrink(workload: Workload) -> Workload:
     """The same operator over few rows and samples."""
     features = len(workload.feature_tables)
     return replace(
@@ -103,7 +103,7 @@ def compile_workload(workload: Workload, ids: str, arch: int, seen: set[str]) ->
     from fbtriton import RowwiseAdagrad, Table, TableBatchedEmbeddingBags
     from fbtriton.compile_only import compile_only
 
-    small = _shrink(workload)
+    small = shrink(workload)
     module = TableBatchedEmbeddingBags(
         [Table(rows, dim) for rows, dim in zip(small.rows, small.dims, strict=True)],
         optimizer=RowwiseAdagrad(0.1),
@@ -124,16 +124,16 @@ def compile_workload(workload: Workload, ids: str, arch: int, seen: set[str]) ->
     return found
 
 
-def _unique(workloads: list[Workload]) -> list[Workload]:
+def unique(workloads: list[Workload]) -> list[Workload]:
     """Workloads that differ in more than rows, batch and ids; the first of each kind stands for all."""
     kinds: dict[Any, Workload] = {}
     for workload in workloads:
-        small = replace(_shrink(workload), name="", source="", alpha=1.0, group="", rows=(1000,) * len(workload.rows))
+        small = replace(shrink(workload), name="", source="", alpha=1.0, group="", rows=(1000,) * len(workload.rows))
         kinds.setdefault(small, workload)
     return list(kinds.values())
 
 
-def _silence() -> None:
+def silence() -> None:
     """nvdisasm warns for every cubin; what goes wrong comes back as an exception."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -154,7 +154,7 @@ def examine(workloads: list[Workload], archs: list[int], ids: list[str]) -> list
     unknown = [arch for arch in archs if arch not in MULTIPROCESSORS]
     if unknown:
         raise ValueError(f"arch must be one of {', '.join(map(str, MULTIPROCESSORS))}, got {unknown[0]}")
-    tasks = [(w.to_dict(), dtype, arch) for w in _unique(workloads) for dtype in ids for arch in archs]
+    tasks = [(w.to_dict(), dtype, arch) for w in unique(workloads) for dtype in ids for arch in archs]
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
@@ -163,7 +163,7 @@ def examine(workloads: list[Workload], archs: list[int], ids: list[str]) -> list
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(tasks))
         spawn = get_context("spawn")
-        pools = {arch: ProcessPoolExecutor(1, mp_context=spawn, initializer=_silence) for arch in archs}
+        pools = {arch: ProcessPoolExecutor(1, mp_context=spawn, initializer=silence) for arch in archs}
         futures = {pools[arch].submit(_task, w, dtype, arch): w["name"] for w, dtype, arch in tasks}
         for future in as_completed(futures):
             rows += future.result()

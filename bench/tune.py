@@ -46,8 +46,8 @@ def gather_candidates(block_dim: int) -> Iterator[Any]:
     from fbtriton.config import GatherConfig
 
     for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4)):
-        per_lane = bags * rows * min(block_dim, 2048) // (32 * warps)
-        if 8 <= per_lane <= 64 and per_lane * unroll <= 128 and rows * unroll <= 32:
+        elements = bags * rows * min(block_dim, 2048) // (32 * warps)  # of a lane
+        if 8 <= elements <= 32 and elements * unroll <= 64:
             yield GatherConfig(bags, rows, warps, unroll)
 
 
@@ -70,13 +70,13 @@ def _step(module: Any, request: Any, workload: Workload, backward: bool) -> Any:
 
 def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[Any], ids: str, arch: int) -> int:
     """Fill Triton's cache; returns how many did not compile. Runs in a process of its own."""
-    from bench.occupancy import _shrink, _silence
+    from bench.occupancy import shrink, silence
     from bench.workloads import make_request
     from fbtriton.compile_only import compile_only
     from fbtriton.config import force_config
 
-    _silence()
-    small = _shrink(workload)
+    silence()
+    small = shrink(workload)
     module = _module(small, torch.device("cpu"))
     request = make_request(small, 0, torch.device("cpu"), ID_DTYPES[ids])
     failed = 0
@@ -90,9 +90,11 @@ def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[An
 
 
 def _compile_all(workloads: list[Workload], tunable: Tunable, ids: str, arch: int, progress: Progress) -> None:
+    from bench.occupancy import unique
+
     cores = os.cpu_count() or 1
     jobs = []
-    for workload in workloads:
+    for workload in unique(workloads):
         candidates = _candidates(workload, tunable)
         jobs += [(workload, candidates[start::8]) for start in range(8)]
     task = progress.add_task("compiling", total=len(jobs))
@@ -138,7 +140,7 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
             owners.append(candidate)
     dims = sorted(set(workload.dims))
     samples: dict[int, dict[Any, list[float]]] = {dim: {} for dim in dims}
-    for owner, events in zip(owners, profile_calls(calls, lambda: buffer.zero_() and None), strict=True):
+    for owner, events in zip(owners, profile_calls(calls, buffer.zero_), strict=True):
         times = [event.duration for event in events if short_name(event.name) == tunable.kernel]
         for dim, us in zip(dims, times, strict=True):
             samples[dim].setdefault(owner, []).append(us)
@@ -158,8 +160,8 @@ def _mean_length(workload: Workload) -> float:
 
 def _row(kernel: str, gpu: str, workload: Workload, dim: int, config: Any) -> str:
     values = ", ".join(f"{name}={value}" for name, value in asdict(config).items())
-    length = _mean_length(workload)
-    return f"    # {gpu}, {workload.name}, dim {dim}, {length:.1f} ids a bag, {time.strftime('%Y-%m-%d')}: {kernel}({values})"
+    where = f"{gpu}, {workload.name}, dim {dim}, {_mean_length(workload):.1f} ids a bag, {time.strftime('%Y-%m-%d')}"
+    return f"    # {where}: {kernel}({values})"
 
 
 def tune(kernel: str, workloads: list[Workload], ids: str, out: Path | None) -> None:
