@@ -45,10 +45,11 @@ class Tunable:
 def gather_candidates(block_dim: int) -> Iterator[Any]:
     from fbtriton.config import GatherConfig
 
-    for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4)):
+    for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
         elements = bags * rows * min(block_dim, 2048) // (32 * warps)  # of a lane
         if 8 <= elements <= 32 and elements * unroll <= 64:
-            yield GatherConfig(bags, rows, warps, unroll)
+            for registers in sorted({64, 40 + 8 * (elements * (1 + unroll) // 8)}):
+                yield GatherConfig(bags, rows, warps, unroll, registers)
 
 
 TUNABLES = {"gather": Tunable("gather", "gather_kernel", False, gather_candidates)}

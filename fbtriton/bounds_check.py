@@ -153,19 +153,21 @@ def repair_offset(offsets_ptr, check, number, num_entries, chunk):
 
 
 @triton.jit
-def repaired_bag_bounds(check, offsets_ptr, bag, live, begin, length, num_entries, chunk):
-    """`bag_bounds` after the repair. begin and length are right already if no offset is bad; otherwise the repaired
-    ones are also stored and counted. bag, begin, length [K], in which a bag may stand several times; live [K] says
-    where it counts."""
+def repair_bags(check, offsets_ptr, bag, counted, num_entries, chunk):
+    """If an offset is bad, store the repaired offsets of the bags, and count the repairs.
+
+    bag [K] int64, in which a bag may stand several times; counted [K] says where it counts. Both of a bag's offsets
+    are stored, though the first is the neighbour's too, so that a program needs no other to read its own bags'.
+    """
     if any_bad_offset(check):
         begin = repair_offset(offsets_ptr, check, bag, num_entries, chunk)
         end = repair_offset(offsets_ptr, check, bag + 1, num_entries, chunk)
-        length = (end - begin).to(tl.int32)
-        tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty), mask=live)
+        tl.store(check.repaired + bag, begin.to(offsets_ptr.dtype.element_ty))
+        tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty))
         if check.report is not None:
-            given = tl.load(offsets_ptr + bag + 1, mask=live, other=0).to(tl.int64)
-            tl.atomic_add(check.report + 1, tl.sum((live & (given != end)).to(tl.int64)), sem="relaxed")
-    return begin, length
+            given = tl.load(offsets_ptr + bag + 1, mask=counted, other=0).to(tl.int64)
+            tl.atomic_add(check.report + 1, tl.sum((counted & (given != end)).to(tl.int64)), sem="relaxed")
+        tl.debug_barrier()  # other threads of the program read what was stored
 
 
 @triton.jit

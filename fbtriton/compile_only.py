@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fbtriton.config import kernels_on_cpu
+from fbtriton import config
 
 WARP_SIZES = {"cuda": 32, "hip": 64}
 
@@ -70,12 +70,13 @@ def compile_only(backend: str = "cuda", arch: int | str = 90) -> Iterator[list[A
     collected: list[Any] = []
     before = driver._active
     driver.set_active(_offline_driver(backend, arch))
-    token = kernels_on_cpu.set(True)
+    tokens = config.kernels_on_cpu.set(True), config.backend.set(backend)
     try:
         with mock.patch.object(JITFunction, "run", compile_instead):
             yield collected
     finally:
-        kernels_on_cpu.reset(token)
+        config.kernels_on_cpu.reset(tokens[0])
+        config.backend.reset(tokens[1])
         driver._active = before
         collected.extend(kernels.values())
 

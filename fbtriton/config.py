@@ -22,6 +22,7 @@ INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton r
 
 
 kernels_on_cpu: ContextVar[bool] = ContextVar("fbtriton_kernels_on_cpu", default=INTERPRET)  # see compile_only
+backend: ContextVar[str] = ContextVar("fbtriton_backend", default="hip" if torch.version.hip else "cuda")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class GatherConfig:
     rows_per_bag: int  # of one step; a power of two
     num_warps: int
     unroll: int = 1  # steps whose loads are issued together
+    registers: int | None = None  # told a limit, even one it stays below, ptxas keeps more loads in flight
     columns: int = 2048  # of one program, a power of two; wider rows are shared out among programs
 
 
@@ -155,6 +157,14 @@ def select_short_run(block_dim: int) -> ShortRunConfig:
 def select_long_run(block_dim: int) -> LongRunConfig:
     rows = max(1, min(16, 512 // block_dim))
     return _forced.get().long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+
+
+def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:
+    """Keyword arguments of a launch. AMD's compiler takes no limit of registers."""
+    options = {"num_warps": num_warps}
+    if registers is not None and backend.get() == "cuda":
+        options["maxnreg"] = registers
+    return options
 
 
 def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:

@@ -104,11 +104,15 @@ def is_bad_id(row, table_rows):
 
 @triton.jit
 def load_checked_ids(indices_ptr, position, live, table_rows):
-    """`load_ids`, and whether each id is out of range."""
-    row = tl.load(indices_ptr + position, mask=live, other=-1).to(tl.int64)
-    bad = is_bad_id(row, table_rows)
+    """`load_ids` with rows of the dtype of the indices, and whether each id is out of range. Any shape."""
+    row = tl.load(indices_ptr + position, mask=live, other=-1)
+    if row.dtype == tl.int32:  # one unsigned comparison finds negative and large ids
+        valid = row.to(tl.uint32, bitcast=True) < tl.minimum(table_rows, 1 << 31).to(tl.uint32)
+    else:
+        valid = row.to(tl.uint64, bitcast=True) < table_rows.to(tl.uint64, bitcast=True)
+    bad = ~valid & (row != -1)
     live = (row != -1) & (table_rows > 0)
-    return tl.where(bad | (row == -1), 0, row), live, bad
+    return tl.where(valid, row, 0), live, bad
 
 
 @triton.jit
@@ -118,7 +122,7 @@ def load_ids(indices_ptr, position, live, table_rows):
     An id out of range means row 0; an id of -1 is pruned and takes no part.
     """
     row, live, _ = load_checked_ids(indices_ptr, position, live, table_rows)
-    return row, live
+    return row.to(tl.int64), live
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import chunk_size, repaired_bag_bounds, report_bad_ids
-from fbtriton.config import GatherConfig, select_gather
+from fbtriton.bounds_check import chunk_size, repair_bags, report_bad_ids
+from fbtriton.config import GatherConfig, launch_options, select_gather
 from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
@@ -20,8 +20,6 @@ from fbtriton.rows import (
     first_bag_of,
     is_bad_id,
     load_checked_ids,
-    load_tile,
-    scale_rows,
     tile_mask,
     write_stamp,
 )  # fmt: skip
@@ -56,18 +54,25 @@ def sum_rows(
 ):  # fmt: skip
     """What each lane adds of its bag: the rows lane, lane + ROWS, ...; and whether one of its ids is bad.
 
-    begin, length, lane [R] -> [R, BLOCK_D] fp32, [R]
+    begin, length, lane [R, 1] -> [R, BLOCK_D] fp32, [R, 1]
     """
     total = tl.zeros([lane.shape[0], BLOCK_D], tl.float32)
     any_bad = lane < 0
+    column = (first_column + tl.arange(0, BLOCK_D))[None, :]
     for step in range(0, tl.max(length), ROWS * UNROLL):
         for unrolled in tl.static_range(UNROLL):
             number = step + unrolled * ROWS + lane
             position = begin + number
             row, live, bad = load_checked_ids(bags.indices, position, number < length, table_rows)
             any_bad = any_bad | bad
-            tile = load_tile(weights_ptr, table_offset + row * DIM, live, DIM, BLOCK_D, first_column)
-            total += scale_rows(tile, bags.sample_weights, position, live)
+            pointer = weights_ptr + (table_offset + row.to(tl.int64) * DIM) + column
+            mask = live
+            if DIM % BLOCK_D != 0:
+                mask = mask & (column < DIM)
+            tile = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+            if bags.sample_weights is not None:
+                tile *= tl.load(bags.sample_weights + position, mask=live, other=0.0)
+            total += tile
     return total, any_bad
 
 
@@ -75,7 +80,7 @@ def sum_rows(
 def report_ids_of_bags(
     check, indices_ptr, feature, table_rows, sample, begin, length, lane, ROWS: tl.constexpr, FATAL: tl.constexpr
 ):
-    """Go through the ids of the bags once more. Slow, for bags with a bad id. feature to lane [R]"""
+    """Go through the ids of the bags once more. Slow, for bags with a bad id. feature to lane [R, 1]"""
     for step in range(0, tl.max(length), ROWS):
         number = step + lane
         row = tl.load(indices_ptr + begin + number, mask=number < length, other=-1).to(tl.int64)
@@ -92,7 +97,7 @@ def store_bags(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
     OUTPUT_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add the lanes of each bag and store the sums or means. total [BAGS * ROWS, BLOCK_D]; length [BAGS * ROWS]"""
+    """Add the lanes of each bag and store the sums or means. total [BAGS * ROWS, BLOCK_D]; length [BAGS * ROWS, 1]"""
     pooled = tl.sum(tl.reshape(total, (BAGS, ROWS, BLOCK_D)), axis=1)  # [BAGS, BLOCK_D]
     if MEAN:
         length = tl.max(tl.reshape(length, (BAGS, ROWS)), axis=1)
@@ -120,20 +125,25 @@ def gather_kernel(
 ):  # fmt: skip
     write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
     first_column = tl.program_id(1) * BLOCK_D
-    lane = tl.arange(0, BAGS * ROWS) % ROWS  # [R], of each bag
+    # Two dimensions from the start, [R, 1], so that ids are loaded where the rows of the tile are wanted: converted
+    # from one dimension they would go through shared memory in every step.
+    row_of_tile = tl.arange(0, BAGS * ROWS)[:, None]
+    lane = row_of_tile % ROWS  # of the bag
     bag, sample, feature, live = bags_of_program(
-        bags, bucket_features_ptr, tl.arange(0, BAGS * ROWS) // ROWS, first_bag, num_bags, batch_size, BAGS
+        bags, bucket_features_ptr, row_of_tile // ROWS, first_bag, num_bags, batch_size, BAGS
     )
-    begin, length = bag_bounds(bags.offsets, bag, num_entries)
-    if check is not None:
-        counted = live & (lane == 0) & (first_column == 0)
-        begin, length = repaired_bag_bounds(check, bags.offsets, bag, counted, begin, length, num_entries, chunk)
+    if check is None:
+        begin, length = bag_bounds(bags.offsets, bag, num_entries)
+    else:
+        # The repair goes through memory, not through values: those would bind the compiler to one layout.
+        repair_bags(check, bags.offsets, bag, live & (lane == 0) & (first_column == 0), num_entries, chunk)
+        begin, length = bag_bounds(check.repaired, bag, num_entries)
     length = tl.where(live, length, 0)
     # Alignments are stated where the values are loaded: the compiler cannot see them, and a helper would lose them.
     if bags.vbe is None:
         table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
     else:
-        table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT])
+        table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT, TABLE_ALIGNMENT])
     table_rows = tl.load(features.rows + feature)
     total, any_bad = sum_rows(
         weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
@@ -202,7 +212,7 @@ def gather(
             OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
             NUM_HYPERPARAMETERS=hyperparameters.numel(),
             FATAL=fatal,
-            num_warps=config.num_warps,
             debug=fatal,
+            **launch_options(config.num_warps, config.registers),
         )
         first_bag += num_bags
