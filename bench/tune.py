@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import tables
-from bench.workloads import ID_DTYPES, Workload
+from bench.workloads import DTYPES, ID_DTYPES, Workload
 
 REPETITIONS = 3
 SHOWN = 3  # fastest candidates of each workload
@@ -39,17 +39,19 @@ class Tunable:
     field: str  # of fbtriton.config.ForcedConfig
     kernel: str
     backward: bool
-    candidates: Callable[[int], Iterator[Any]]  # for rows of so many columns
+    candidates: Callable[[int, int], Iterator[Any]]  # for rows of so many elements of so many bytes
 
 
-def gather_candidates(block_dim: int) -> Iterator[Any]:
+def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import GatherConfig
 
-    for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
-        elements = bags * rows * min(block_dim, 2048) // (32 * warps)  # of a lane
-        if 8 <= elements <= 32 and elements * unroll <= 64:
-            for registers in sorted({64, 40 + 8 * (elements * (1 + unroll) // 8)}):
-                yield GatherConfig(bags, rows, warps, unroll, registers)
+    block = 1 << (dim - 1).bit_length()
+    widths = {block, max(dim & -dim, 16)} if dim < block else {block}  # all columns, or parts without a remainder
+    for columns in sorted(width for width in widths if width <= block):
+        for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
+            lane_bytes = bags * rows * columns * itemsize // (32 * warps)
+            if 16 <= lane_bytes <= 64 and lane_bytes * unroll <= 128 or bags == 64 and rows == 1 and lane_bytes < 16:
+                yield GatherConfig(bags, rows, warps, unroll, 64, columns)
 
 
 TUNABLES = {"gather": Tunable("gather", "gather_kernel", False, gather_candidates)}
@@ -69,7 +71,9 @@ def _step(module: Any, request: Any, workload: Workload, backward: bool) -> Any:
     return output
 
 
-def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[Any], ids: str, arch: int) -> int:
+def compile_candidates(
+    workload: Workload, tunable: Tunable, candidates: list[dict[int, Any]], ids: str, arch: int
+) -> int:
     """Fill Triton's cache; returns how many did not compile. Runs in a process of its own."""
     from bench.occupancy import shrink, silence
     from bench.workloads import make_request
@@ -97,7 +101,7 @@ def _compile_all(workloads: list[Workload], tunable: Tunable, ids: str, arch: in
     jobs = []
     for workload in unique(workloads):
         candidates = _candidates(workload, tunable)
-        jobs += [(workload, candidates[start::8]) for start in range(8)]
+        jobs += [(workload, candidates[start::16]) for start in range(16)]
     task = progress.add_task("compiling", total=len(jobs))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
         waiting = [
@@ -107,11 +111,12 @@ def _compile_all(workloads: list[Workload], tunable: Tunable, ids: str, arch: in
             progress.advance(task)
 
 
-def _candidates(workload: Workload, tunable: Tunable) -> list[Any]:
-    found: dict[Any, None] = {}
-    for dim in sorted(set(workload.dims)):
-        found |= dict.fromkeys(tunable.candidates(1 << (dim - 1).bit_length()))
-    return list(found)
+def _candidates(workload: Workload, tunable: Tunable) -> list[dict[int, Any]]:
+    """Candidate n of every dim goes into round n; a dim with fewer starts again."""
+    itemsize = DTYPES[workload.dtype].itemsize
+    found = {dim: list(tunable.candidates(dim, itemsize)) for dim in sorted(set(workload.dims))}
+    rounds = max(map(len, found.values()))
+    return [{dim: options[n % len(options)] for dim, options in found.items()} for n in range(rounds)]
 
 
 def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) -> dict[int, dict[Any, float]]:
@@ -124,9 +129,9 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
     module = _module(workload, device)
     requests = make_requests(workload, REPETITIONS, 1, device, ids)
     buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
-    candidates = [None, *_candidates(workload, tunable)]
+    candidates: list[dict[int, Any] | None] = [None, *_candidates(workload, tunable)]
     task = progress.add_task(workload.name, total=len(candidates))
-    calls, owners, reasons = [], [], {}
+    calls, owners, reasons = [], [], []
     for candidate in candidates:
         progress.advance(task)
         call = partial(_forced, force_config, tunable, candidate, module, workload)
@@ -134,7 +139,7 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
             call(requests[0])
             torch.cuda.synchronize()
         except Exception as error:
-            reasons[candidate] = f"{type(error).__name__}: {error}"[:200]
+            reasons.append(f"{candidate} failed: {type(error).__name__}: {error}"[:300])
             continue
         for request in requests:
             calls.append(partial(call, request))
@@ -144,9 +149,9 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
     for owner, events in zip(owners, profile_calls(calls, buffer.zero_), strict=True):
         times = [event.duration for event in events if short_name(event.name) == tunable.kernel]
         for dim, us in zip(dims, times, strict=True):
-            samples[dim].setdefault(owner, []).append(us)
-    for candidate, reason in reasons.items():
-        progress.console.print(f"{workload.name}: {candidate} failed: {reason}")
+            samples[dim].setdefault(owner and owner[dim], []).append(us)
+    for reason in reasons:
+        progress.console.print(f"{workload.name}: {reason}")
     return {dim: {config: statistics.median(us) for config, us in found.items()} for dim, found in samples.items()}
 
 
@@ -159,10 +164,11 @@ def _mean_length(workload: Workload) -> float:
     return workload.expected_entries / sum(workload.samples)
 
 
-def _row(kernel: str, gpu: str, workload: Workload, dim: int, config: Any) -> str:
+def _row(gpu: str, workload: Workload, dim: int, config: Any) -> str:
     values = ", ".join(f"{name}={value}" for name, value in asdict(config).items())
-    where = f"{gpu}, {workload.name}, dim {dim}, {_mean_length(workload):.1f} ids a bag, {time.strftime('%Y-%m-%d')}"
-    return f"    # {where}: {kernel}({values})"
+    where = f'"{gpu}", "{workload.name}", "{time.strftime("%Y-%m-%d")}"'
+    what = f"{dim}, {DTYPES[workload.dtype].itemsize}, {_mean_length(workload):.1f}"
+    return f"    TableRow({where}, {what}, {type(config).__name__}({values})),"
 
 
 def tune(kernel: str, workloads: list[Workload], ids: str, out: Path | None) -> None:
@@ -181,7 +187,7 @@ def tune(kernel: str, workloads: list[Workload], ids: str, out: Path | None) -> 
                 best = sorted((config for config in times if config), key=times.__getitem__)
                 shown = [f"{times[config]:.1f}: {_short(config)}" for config in best[:SHOWN]]
                 table.add_row(workload.name, str(dim), f"{_mean_length(workload):.1f}", f"{times[None]:.1f}", *shown)
-                rows.append(_row(type(best[0]).__name__, properties.name, workload, dim, best[0]))
+                rows.append(_row(properties.name, workload, dim, best[0]))
                 record += [
                     {"workload": workload.name, "dim": dim, "us": round(us, 2), "config": config and asdict(config)}
                     for config, us in times.items()

@@ -35,6 +35,8 @@ REPORT_SIZE = 6
 LAST_POSITION = 2**31 - 1
 CHUNKS = 128  # a power of two, of which every multiprocessor of a large GPU gets one
 CHUNK_COUNT = tl.constexpr(CHUNKS)
+OFFSETS_SMALL = {"BLOCK": 1024, "num_warps": 4}  # how a chunk is walked
+OFFSETS_LARGE = {"BLOCK": 8192, "num_warps": 32}
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,22 @@ def keep_first(word_ptr, order, bad, value):
 
 
 @triton.jit
-def report_bad_ids(check, bad, position, feature, sample, row):
+def report_bad_ids(report_ptr, check, bad, position, feature, sample, row):
     """Count the bad ids; keep the first unless an earlier call has left one. All [K]; position, row int64"""
     count = tl.sum(bad.to(tl.int64))
     if count > 0:
-        tl.atomic_add(check.report, count, sem="relaxed")
+        tl.atomic_add(report_ptr, count, sem="relaxed")
         if tl.load(check.sealed) == 0:
             order = (2147483647 - position) << 32
-            keep_first(check.report + 2, order, bad, feature.to(tl.int64))
-            keep_first(check.report + 3, order, bad, sample.to(tl.int64))
-            keep_first(check.report + 4, order, bad, row)
-            keep_first(check.report + 5, order, bad, row >> 32)
+            keep_first(report_ptr + 2, order, bad, feature.to(tl.int64))
+            keep_first(report_ptr + 3, order, bad, sample.to(tl.int64))
+            keep_first(report_ptr + 4, order, bad, row)
+            keep_first(report_ptr + 5, order, bad, row >> 32)
 
 
 @triton.jit(do_not_specialize=["num_offsets", "num_entries", "chunk"])
 def check_offsets_kernel(
-    check, offsets_ptr, num_offsets, num_entries, chunk,
+    check, report_ptr, offsets_ptr, num_offsets, num_entries, chunk,
     BLOCK: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     """One program looks at one chunk: copies its offsets, each kept in [0, N], and says whether one is bad."""
@@ -124,11 +126,11 @@ def check_offsets_kernel(
         tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
     tl.store(check.bad + program, tl.max(any_bad.to(tl.int32)))
     tl.store(check.highest + program, tl.max(highest))
-    if check.report is not None:
+    if report_ptr is not None:
         if program == 0:
-            tl.store(check.sealed, tl.load(check.report + 2))
+            tl.store(check.sealed, tl.load(report_ptr + 2))
             if tl.load(offsets_ptr) != 0:
-                tl.atomic_add(check.report + 1, 1, sem="relaxed")
+                tl.atomic_add(report_ptr + 1, 1, sem="relaxed")
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def repair_offset(offsets_ptr, check, number, num_entries, chunk):
 
 
 @triton.jit
-def repair_bags(check, offsets_ptr, bag, counted, num_entries, chunk):
+def repair_bags(check, report_ptr, offsets_ptr, bag, counted, num_entries, chunk):
     """If an offset is bad, store the repaired offsets of the bags, and count the repairs.
 
     bag [K] int64, in which a bag may stand several times; counted [K] says where it counts. Both of a bag's offsets
@@ -164,9 +166,9 @@ def repair_bags(check, offsets_ptr, bag, counted, num_entries, chunk):
         end = repair_offset(offsets_ptr, check, bag + 1, num_entries, chunk)
         tl.store(check.repaired + bag, begin.to(offsets_ptr.dtype.element_ty))
         tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty))
-        if check.report is not None:
+        if report_ptr is not None:
             given = tl.load(offsets_ptr + bag + 1, mask=counted, other=0).to(tl.int64)
-            tl.atomic_add(check.report + 1, tl.sum((counted & (given != end)).to(tl.int64)), sem="relaxed")
+            tl.atomic_add(report_ptr + 1, tl.sum((counted & (given != end)).to(tl.int64)), sem="relaxed")
         tl.debug_barrier()  # other threads of the program read what was stored
 
 
@@ -176,7 +178,7 @@ def running_maximum(left, right):
 
 
 @triton.jit(do_not_specialize=["num_offsets", "num_entries"])
-def repair_offsets_kernel(check, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr):
+def repair_offsets_kernel(check, report_ptr, offsets_ptr, num_offsets, num_entries, BLOCK: tl.constexpr):
     """One program; does nothing unless an offset is bad. Then: the running maximum, and the exact count of repairs."""
     if any_bad_offset(check):
         highest = tl.zeros([1], tl.int64)
@@ -190,13 +192,12 @@ def repair_offsets_kernel(check, offsets_ptr, num_offsets, num_entries, BLOCK: t
             tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
             highest = tl.maximum(highest, tl.max(offset, axis=0, keep_dims=True))
             repairs += tl.sum((live & (offset != given) & (position > 0)).to(tl.int64), axis=0, keep_dims=True)
-        if check.report is not None:
-            tl.atomic_add(check.report + 1, tl.sum(repairs), sem="relaxed")
+        if report_ptr is not None:
+            tl.atomic_add(report_ptr + 1, tl.sum(repairs), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_bags"])
-def check_ids_kernel(
-    check, bags, features, batch_size, num_bags, BLOCK: tl.constexpr, FATAL: tl.constexpr,
+def check_ids_kernel(check, report_ptr, bags, features, batch_size, num_bags, BLOCK: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     """Programs (k, feature) walk the entries of one feature, which lie together, block by block."""
     feature = tl.program_id(1).to(tl.int64)
@@ -212,12 +213,12 @@ def check_ids_kernel(
             tl.device_assert(~bad, "an id is outside its table")
         if tl.max(bad.to(tl.int32)) > 0:
             sample = upper_bound(bags.offsets, num_bags + 1, position) - 1 - first_bag
-            report_bad_ids(check, bad, position, feature + tl.zeros_like(position), sample, row)
+            report_bad_ids(report_ptr, check, bad, position, feature + tl.zeros_like(position), sample, row)
 
 
-def counts(spec: OperatorSpec) -> bool:
-    """Whether the mode counts what is bad."""
-    return spec.bounds_check in ("warning", "fatal")
+def counted(report: Tensor | None, spec: OperatorSpec) -> Tensor | None:
+    """The report, if the mode counts what is bad."""
+    return report if spec.bounds_check in ("warning", "fatal") else None
 
 
 def chunk_size(num_offsets: int) -> int:
@@ -231,7 +232,6 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     repaired = torch.empty_like(offsets)
     scratch = torch.empty(2 * CHUNKS + 1, dtype=torch.int64, device=offsets.device)
     check = BoundsCheck(
-        report=report if counts(spec) else None,
         repaired=repaired,
         bad=scratch,
         highest=scratch[CHUNKS:],
@@ -240,14 +240,14 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     fatal = spec.bounds_check == "fatal"
     check_offsets_kernel[(CHUNKS,)](
         check=check,
+        report_ptr=counted(report, spec),
         offsets_ptr=offsets,
         num_offsets=offsets.numel(),
         num_entries=bags.indices.numel(),
         chunk=chunk_size(offsets.numel()),
-        BLOCK=select_entry().offsets_block,
         FATAL=fatal,
         debug=fatal,
-        num_warps=8,
+        **OFFSETS_SMALL if offsets.numel() <= CHUNKS * OFFSETS_SMALL["BLOCK"] else OFFSETS_LARGE,
     )
     return check
 
@@ -259,17 +259,20 @@ def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: Operato
     num_entries = bags.indices.numel()
     repair_offsets_kernel[(1,)](
         check=check,
+        report_ptr=counted(report, spec),
         offsets_ptr=bags.offsets,
         num_offsets=bags.offsets.numel(),
         num_entries=num_entries,
         BLOCK=config.block,
     )
-    if counts(spec) and shape.num_bags and num_entries:
-        _check_ids(bags._replace(offsets=check.repaired), check, shape, spec, config)
+    if counted(report, spec) is not None and shape.num_bags and num_entries:
+        _check_ids(bags._replace(offsets=check.repaired), check, report, shape, spec, config)
     return check.repaired
 
 
-def _check_ids(bags: Bags, check: BoundsCheck, shape: BatchShape, spec: OperatorSpec, config: EntryConfig) -> None:
+def _check_ids(
+    bags: Bags, check: BoundsCheck, report: Tensor, shape: BatchShape, spec: OperatorSpec, config: EntryConfig
+) -> None:
     device = bags.indices.device
     num_features = len(spec.feature_tables)
     fatal = spec.bounds_check == "fatal"
@@ -277,6 +280,7 @@ def _check_ids(bags: Bags, check: BoundsCheck, shape: BatchShape, spec: Operator
     (programs,) = fixed_grid(target_of(device), config.programs_per_multiprocessor, blocks)
     check_ids_kernel[(max(1, programs // num_features), num_features)](
         check=check,
+        report_ptr=report,
         bags=bags,
         features=spec.layout.on_device(device).features,
         batch_size=shape.batch_size,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,6 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
-    offsets_block: int = 2048  # offsets of one step
     bags_per_program: int = 32
     entries_per_bag: int = 8  # of one step
     num_warps: int = 4
@@ -94,11 +94,45 @@ class LongRunConfig:
 
 
 @dataclass(frozen=True)
+class TableRow:
+    """A configuration that was the fastest when it was measured."""
+
+    gpu: str
+    workload: str
+    date: str
+    dim: int
+    itemsize: int  # bytes of a weight
+    mean_length: float  # ids in a bag
+    config: Any
+
+
+LONG_BAG = 48
+
+# Printed by `python -m bench tune gather`.
+GATHER_ROWS: tuple[TableRow, ...] = ()
+
+
+def table_row(
+    rows: tuple[TableRow, ...], gpu: str, dim: int, itemsize: int, mean_length: float
+) -> tuple[Any, str] | None:
+    """The row for this GPU, dim and dtype whose bags are nearest in length, if that is within a factor of 1.5."""
+    near = [row for row in rows if (row.gpu, row.dim, row.itemsize) == (gpu, dim, itemsize)]
+
+    def distance(row: TableRow) -> float:
+        return abs(math.log(max(mean_length, 0.1) / row.mean_length))
+
+    best = min(near, key=distance, default=None)
+    if best is None or distance(best) > math.log(1.5):
+        return None
+    return best.config, f"measured on {best.workload}, {best.date}"
+
+
+@dataclass(frozen=True)
 class ForcedConfig:
-    """None = selected from the shapes."""
+    """None = selected from the shapes. A mapping has one configuration for each dim."""
 
     entry: EntryConfig | None = None
-    gather: GatherConfig | None = None
+    gather: GatherConfig | Mapping[int, GatherConfig] | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
 
@@ -137,12 +171,28 @@ def select_entry() -> EntryConfig:
     return _forced.get().entry or EntryConfig()
 
 
-def select_gather(block_dim: int, mean_length: float) -> GatherConfig:
-    """For rows of block_dim columns and bags of mean_length ids."""
+def select_gather(gpu: str, dim: int, itemsize: int, mean_length: float) -> tuple[GatherConfig, str]:
+    """The configuration for rows of dim elements and bags of mean_length ids, and where it comes from."""
     if forced := _forced.get().gather:
-        return forced
-    rows = max(1, min(32, 1024 // block_dim))
-    return GatherConfig(bags_per_program=1, rows_per_bag=rows, num_warps=_warps_for(block_dim))
+        return forced if isinstance(forced, GatherConfig) else forced[dim], "forced"
+    return table_row(GATHER_ROWS, gpu, dim, itemsize, mean_length) or default_gather(dim, itemsize, mean_length)
+
+
+def default_gather(dim: int, itemsize: int, mean_length: float) -> tuple[GatherConfig, str]:
+    """What was best or near it in most rows of the table: 32 bytes of each lane's own a step, in 64 registers."""
+    row_bytes = itemsize << (dim - 1).bit_length()
+    if mean_length > LONG_BAG:
+        rows = _power_of_two(1024 / row_bytes, 1, 32)
+        config = GatherConfig(1, rows, num_warps=_power_of_two(row_bytes / 1024, 1, 4), unroll=4, registers=64)
+        return config, f"default: bags of more than {LONG_BAG} ids"
+    bags = _power_of_two(2048 / row_bytes, 1, 64)
+    config = GatherConfig(bags, 1, num_warps=_power_of_two(row_bytes / 1024, 2, 4), unroll=2, registers=64)
+    return config, f"default: bags of at most {LONG_BAG} ids"
+
+
+def _power_of_two(value: float, least: int, most: int) -> int:
+    """The largest power of two that is at most value, kept in [least, most]."""
+    return max(least, min(most, 1 << max(0, int(value).bit_length() - 1)))
 
 
 def select_sample_grad(block_dim: int) -> SampleGradConfig:

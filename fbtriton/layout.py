@@ -97,9 +97,8 @@ class Bags(NamedTuple):
 
 
 class BoundsCheck(NamedTuple):
-    """What the look at the offsets found, and where findings go. Device tensors, see `fbtriton.bounds_check`."""
+    """What the look at the offsets found. Device tensors, see `fbtriton.bounds_check`."""
 
-    report: Tensor | None  # [6] int64; None = nothing is counted
     repaired: Tensor  # [F * B + 1]; the offsets, repaired unless one is bad
     bad: Tensor  # [chunks] int64; not 0 if an offset of the chunk is bad
     highest: Tensor  # [chunks] int64; the largest offset of the chunk, each kept in [0, N]

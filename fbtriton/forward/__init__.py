@@ -55,6 +55,7 @@ def forward(
         seed_and_step=seed_and_step,
         bags=bags,
         check=check,
+        report=report,
         shape=shape,
         spec=spec,
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import chunk_size, repair_bags, report_bad_ids
-from fbtriton.config import GatherConfig, launch_options, select_gather
+from fbtriton.bounds_check import chunk_size, counted, repair_bags, report_bad_ids
+from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
@@ -78,7 +78,17 @@ def sum_rows(
 
 @triton.jit
 def report_ids_of_bags(
-    check, indices_ptr, feature, table_rows, sample, begin, length, lane, ROWS: tl.constexpr, FATAL: tl.constexpr
+    report_ptr,
+    check,
+    indices_ptr,
+    feature,
+    table_rows,
+    sample,
+    begin,
+    length,
+    lane,
+    ROWS: tl.constexpr,
+    FATAL: tl.constexpr,
 ):
     """Go through the ids of the bags once more. Slow, for bags with a bad id. feature to lane [R, 1]"""
     for step in range(0, tl.max(length), ROWS):
@@ -87,7 +97,7 @@ def report_ids_of_bags(
         bad = is_bad_id(row, table_rows)
         if FATAL:
             tl.device_assert(~bad, "an id is outside its table")
-        report_bad_ids(check, bad, begin + number, feature + tl.zeros_like(row), sample, row)
+        report_bad_ids(report_ptr, check, bad, begin + number, feature + tl.zeros_like(row), sample, row)
 
 
 @triton.jit
@@ -116,7 +126,7 @@ def store_bags(
 
 @triton.jit(do_not_specialize=["first_bag", "num_bags", "batch_size", "num_entries", "num_columns", "chunk"])
 def gather_kernel(
-    out_ptr, stamp_ptr, check,
+    out_ptr, stamp_ptr, report_ptr, check,
     weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
     first_bag, num_bags, batch_size, num_entries, num_columns, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
@@ -136,7 +146,7 @@ def gather_kernel(
         begin, length = bag_bounds(bags.offsets, bag, num_entries)
     else:
         # The repair goes through memory, not through values: those would bind the compiler to one layout.
-        repair_bags(check, bags.offsets, bag, live & (lane == 0) & (first_column == 0), num_entries, chunk)
+        repair_bags(check, report_ptr, bags.offsets, bag, live & (lane == 0) & (first_column == 0), num_entries, chunk)
         begin, length = bag_bounds(check.repaired, bag, num_entries)
     length = tl.where(live, length, 0)
     # Alignments are stated where the values are loaded: the compiler cannot see them, and a helper would lose them.
@@ -149,9 +159,11 @@ def gather_kernel(
         weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
     )
     if check is not None:
-        if check.report is not None:
+        if report_ptr is not None:
             if (first_column == 0) & (tl.max(any_bad.to(tl.int32)) > 0):
-                report_ids_of_bags(check, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL)
+                report_ids_of_bags(
+                    report_ptr, check, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL
+                )
     store_bags(
         out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
         first_bag, num_bags, batch_size, num_columns, DIM, BLOCK_D, BAGS, ROWS, MEAN, OUTPUT_ALIGNMENT,
@@ -170,7 +182,7 @@ def gather_grid(bucket: Bucket, config: GatherConfig, shape: BatchShape) -> tupl
 
 def gather(
     *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, check: BoundsCheck | None, shape: BatchShape, spec: OperatorSpec,
+    bags: Bags, check: BoundsCheck | None, report: Tensor | None, shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Fill out, of `shape.output_shape`: one launch for each dim. The first launch also writes the stamp.
 
@@ -178,17 +190,19 @@ def gather(
     """
     layout = spec.layout
     on_device = layout.on_device(weights.device)
+    gpu = target_of(weights.device).name
     mean_length = bags.indices.numel() / shape.num_bags
     fatal = spec.bounds_check == "fatal" and check is not None
     first_bag = 0
     for number, bucket in enumerate(layout.buckets):
-        config = select_gather(bucket.block_dim, mean_length)
+        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), mean_length)
         num_bags = shape.bags_of(bucket)
         if num_bags == 0:
             continue
         gather_kernel[gather_grid(bucket, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
+            report_ptr=counted(report, spec) if check is not None else None,
             check=check,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,

@@ -33,7 +33,7 @@ class Plan:
         return "\n".join(map(str, self.routes))
 
 
-def plan(spec: OperatorSpec, device: torch.device) -> Plan:
+def plan(spec: OperatorSpec, device: torch.device, mean_length: float = 20.0) -> Plan:
     """The plan of the operator for tensors on `device`.
 
     One generic path each way exists today: the gather, and runs routed by their length.
@@ -44,14 +44,15 @@ def plan(spec: OperatorSpec, device: torch.device) -> Plan:
     target = target_of(device)
     routes = []
     for bucket in spec.layout.buckets:
-        gather, short = select_gather(bucket.block_dim, 1.0), select_short_run(bucket.block_dim)
+        gather, source = select_gather(target.name, bucket.dim, spec.torch_weights_dtype.itemsize, mean_length)
+        short = select_short_run(bucket.block_dim)
         long = select_long_run(bucket.block_dim)
         routes += [
             Route(
                 "forward gather",
                 bucket.features,
-                f"dim {bucket.dim}; {gather.rows_per_bag} rows a step, {gather.num_warps} warps;"
-                f" default row, not tuned for {target.name}",
+                f"dim {bucket.dim}; {gather.bags_per_program} bags a program, {gather.rows_per_bag} rows of each"
+                f" side by side, {gather.num_warps} warps; {source}",
             ),
             Route(
                 "backward short_run",
