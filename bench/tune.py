@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,12 +34,16 @@ SHOWN = 3  # fastest candidates of each workload
 
 @dataclass(frozen=True)
 class Tunable:
-    """One kernel: how its configuration is forced, and which there are to try."""
+    """One kernel: how its configuration is forced, and which there are to try.
+
+    A configuration is for one dim, and the kernel launched once for each, unless it is for all dims.
+    """
 
     field: str  # of fbtriton.config.ForcedConfig
     kernel: str
     backward: bool
     candidates: Callable[[int, int], Iterator[Any]]  # for rows of so many elements of so many bytes
+    all_dims: bool = False
 
 
 def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
@@ -54,7 +58,26 @@ def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
                 yield GatherConfig(bags, rows, warps, unroll, 64, columns)
 
 
-TUNABLES = {"gather": Tunable("gather", "gather_kernel", False, gather_candidates)}
+def count_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import HistogramConfig
+
+    for ids, bags, warps in itertools.product((32, 64, 128, 256), (2, 4, 8, 16), (1, 2, 4)):
+        if ids >= 32 * warps:
+            yield HistogramConfig(ids=ids, count_bags=bags, count_warps=warps)
+
+
+def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import HistogramConfig
+
+    for bags, warps, row_bytes in itertools.product((32, 64, 128), (4, 8), (64, 128, 256)):
+        yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes)
+
+
+TUNABLES = {
+    "gather": Tunable("gather", "gather_kernel", False, gather_candidates),
+    "count": Tunable("histogram", "count_kernel", False, count_candidates, all_dims=True),
+    "pool": Tunable("histogram", "pool_counts_kernel", False, pool_candidates, all_dims=True),
+}
 
 
 def _module(workload: Workload, device: torch.device) -> Any:
@@ -71,9 +94,7 @@ def _step(module: Any, request: Any, workload: Workload, backward: bool) -> Any:
     return output
 
 
-def compile_candidates(
-    workload: Workload, tunable: Tunable, candidates: list[dict[int, Any]], ids: str, arch: int
-) -> int:
+def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[Any], ids: str, arch: int) -> int:
     """Fill Triton's cache; returns how many did not compile. Runs in a process of its own."""
     from bench.occupancy import shrink, silence
     from bench.workloads import make_request
@@ -81,7 +102,7 @@ def compile_candidates(
     from fbtriton.config import force_config
 
     silence()
-    small = shrink(workload)
+    small = replace(shrink(workload), rows=workload.rows if max(workload.rows) <= 1000 else shrink(workload).rows)
     module = _module(small, torch.device("cpu"))
     request = make_request(small, 0, torch.device("cpu"), ID_DTYPES[ids])
     failed = 0
@@ -111,9 +132,11 @@ def _compile_all(workloads: list[Workload], tunable: Tunable, ids: str, arch: in
             progress.advance(task)
 
 
-def _candidates(workload: Workload, tunable: Tunable) -> list[dict[int, Any]]:
+def _candidates(workload: Workload, tunable: Tunable) -> list[Any]:
     """Candidate n of every dim goes into round n; a dim with fewer starts again."""
     itemsize = DTYPES[workload.dtype].itemsize
+    if tunable.all_dims:
+        return list(tunable.candidates(max(workload.dims), itemsize))
     found = {dim: list(tunable.candidates(dim, itemsize)) for dim in sorted(set(workload.dims))}
     rounds = max(map(len, found.values()))
     return [{dim: options[n % len(options)] for dim, options in found.items()} for n in range(rounds)]
@@ -129,7 +152,7 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
     module = _module(workload, device)
     requests = make_requests(workload, REPETITIONS, 1, device, ids)
     buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
-    candidates: list[dict[int, Any] | None] = [None, *_candidates(workload, tunable)]
+    candidates: list[Any] = [None, *_candidates(workload, tunable)]
     task = progress.add_task(workload.name, total=len(candidates))
     calls, owners, reasons = [], [], []
     for candidate in candidates:
@@ -144,12 +167,15 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
         for request in requests:
             calls.append(partial(call, request))
             owners.append(candidate)
-    dims = sorted(set(workload.dims))
+    dims = [max(workload.dims)] if tunable.all_dims else sorted(set(workload.dims))
     samples: dict[int, dict[Any, list[float]]] = {dim: {} for dim in dims}
     for owner, events in zip(owners, profile_calls(calls, buffer.zero_), strict=True):
         times = [event.duration for event in events if short_name(event.name) == tunable.kernel]
+        if tunable.all_dims:
+            times = [sum(times)]
         for dim, us in zip(dims, times, strict=True):
-            samples[dim].setdefault(owner and owner[dim], []).append(us)
+            config = owner[dim] if isinstance(owner, dict) else owner
+            samples[dim].setdefault(config, []).append(us)
     for reason in reasons:
         progress.console.print(f"{workload.name}: {reason}")
     return {dim: {config: statistics.median(us) for config, us in found.items()} for dim, found in samples.items()}

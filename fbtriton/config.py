@@ -59,6 +59,20 @@ class GatherConfig:
 
 
 @dataclass(frozen=True)
+class HistogramConfig:
+    """The forward of small tables, and which features take it."""
+
+    max_rows: int = 128  # of a table
+    min_length: float = 40.0  # ids in a bag
+    ids: int = 128  # counted together; a power of two
+    count_bags: int = 4  # of a program, one after the other; a power of two
+    count_warps: int = 2
+    pool_bags: int = 64  # of a program, side by side; a power of two, at least 16
+    pool_warps: int = 4
+    pool_row_bytes: int = 256  # of a row of the table in one program; a power of two, at least 64
+
+
+@dataclass(frozen=True)
 class SampleGradConfig:
     """The gradient of per-sample weights: one bag a program."""
 
@@ -133,6 +147,7 @@ class ForcedConfig:
 
     entry: EntryConfig | None = None
     gather: GatherConfig | Mapping[int, GatherConfig] | None = None
+    histogram: HistogramConfig | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
 
@@ -193,6 +208,10 @@ def default_gather(dim: int, itemsize: int, mean_length: float) -> tuple[GatherC
 def _power_of_two(value: float, least: int, most: int) -> int:
     """The largest power of two that is at most value, kept in [least, most]."""
     return max(least, min(most, 1 << max(0, int(value).bit_length() - 1)))
+
+
+def select_histogram() -> HistogramConfig:
+    return _forced.get().histogram or HistogramConfig()
 
 
 def select_sample_grad(block_dim: int) -> SampleGradConfig:

@@ -243,6 +243,11 @@ class TableLayout:
         return torch.int32 if self.no_key <= torch.iinfo(torch.int32).max else torch.int64
 
     @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
+    def numbers_on_device(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
+        """[n] int64, such as a choice of features. Copies on the first call, as `on_device` does."""
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
     def on_device(self, device: torch.device) -> DeviceLayout:
         """The layout as device tensors. Copies on the first call for a device, so call it before a capture."""
 
@@ -269,7 +274,7 @@ class TableLayout:
                 state_base=per_key_table(self.state_bases),
                 dim=per_key_table(list(self.dims)),
             ),
-            bucket_features=tuple(tensor(list(bucket.features)) for bucket in self.buckets),
+            bucket_features=tuple(self.numbers_on_device(bucket.features, device) for bucket in self.buckets),
             bucket_keys=tensor(_exclusive_sums(bucket_rows)),
         )
 

@@ -1,4 +1,4 @@
-"""indices, offsets -> [check of the offsets] -> gather -> output, with the stamp that the backward reads."""
+"""indices, offsets -> [check of the offsets] -> histogram | gather -> output, with the stamp for the backward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import check_offsets
 from fbtriton.config import uses_kernels
 from fbtriton.forward.gather import gather
+from fbtriton.forward.histogram import histogram
+from fbtriton.forward.routing import histogram_features
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import make_stamp
 
@@ -47,15 +49,37 @@ def forward(
     if shape.num_bags == 0:
         return Forward(output, make_stamp(hyperparameters, seed_and_step), repaired)
     stamp = seed_and_step.new_empty(2 + hyperparameters.numel())
+    counted, histogram_config = histogram_features(
+        spec,
+        bags.indices.numel() / shape.num_bags,
+        weighted=bags.sample_weights is not None,
+        vbe=bags.vbe is not None,
+    )
+    if counted:
+        histogram(
+            out=output,
+            stamp=stamp,
+            weights=weights,
+            hyperparameters=hyperparameters,
+            seed_and_step=seed_and_step,
+            bags=bags,
+            check=check,
+            report=report,
+            features=counted,
+            config=histogram_config,
+            shape=shape,
+            spec=spec,
+        )
     gather(
         out=output,
-        stamp=stamp,
+        stamp=None if counted else stamp,
         weights=weights,
         hyperparameters=hyperparameters,
         seed_and_step=seed_and_step,
         bags=bags,
         check=check,
         report=report,
+        features=tuple(feature for feature in range(len(spec.feature_tables)) if feature not in counted),
         shape=shape,
         spec=spec,
     )

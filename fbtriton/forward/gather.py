@@ -13,7 +13,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counted, repair_bags, report_bad_ids
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
-from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
+from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
@@ -170,36 +170,39 @@ def gather_kernel(
     )  # fmt: skip
 
 
-def gather_grid(bucket: Bucket, config: GatherConfig, shape: BatchShape) -> tuple[int, int]:
+def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig, shape: BatchShape) -> tuple[int, int]:
     """Programs for the bags, and for the columns of wide rows."""
     bags = config.bags_per_program
     if shape.batch_size:
-        blocks = len(bucket.features) * triton.cdiv(shape.batch_size, bags)
+        blocks = num_features * triton.cdiv(shape.batch_size, bags)
     else:
-        blocks = triton.cdiv(shape.bags_of(bucket), bags)
-    return blocks, triton.cdiv(bucket.dim, config.columns)
+        blocks = triton.cdiv(num_bags, bags)
+    return blocks, triton.cdiv(dim, config.columns)
 
 
 def gather(
-    *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, check: BoundsCheck | None, report: Tensor | None, shape: BatchShape, spec: OperatorSpec,
+    *, out: Tensor, stamp: Tensor | None, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
+    bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
+    shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill out, of `shape.output_shape`: one launch for each dim. The first launch also writes the stamp.
+    """Fill the parts of the given features in out, of `shape.output_shape`: one launch for each dim.
 
-    With `check` the launches also report and repair what is bad, offsets included.
+    The first launch also writes the stamp, if one is given. With `check` the launches also report and repair what is
+    bad, offsets included. With a batch size for each feature, features must be all of them.
     """
-    layout = spec.layout
-    on_device = layout.on_device(weights.device)
-    gpu = target_of(weights.device).name
+    layout, device = spec.layout, weights.device
+    on_device = layout.on_device(device)
+    gpu = target_of(device).name
     mean_length = bags.indices.numel() / shape.num_bags
     fatal = spec.bounds_check == "fatal" and check is not None
     first_bag = 0
-    for number, bucket in enumerate(layout.buckets):
-        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), mean_length)
-        num_bags = shape.bags_of(bucket)
+    for bucket in layout.buckets:
+        chosen = tuple(feature for feature in bucket.features if feature in features)
+        num_bags = sum(shape.samples[feature] for feature in chosen)
         if num_bags == 0:
             continue
-        gather_kernel[gather_grid(bucket, config, shape)](
+        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), mean_length)
+        gather_kernel[gather_grid(bucket.dim, len(chosen), num_bags, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
             report_ptr=counted(report, spec) if check is not None else None,
@@ -207,7 +210,7 @@ def gather(
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,
             seed_and_step_ptr=seed_and_step,
-            bucket_features_ptr=on_device.bucket_features[number],
+            bucket_features_ptr=layout.numbers_on_device(chosen, device),
             features=on_device.features,
             bags=bags,
             first_bag=first_bag,

@@ -1,13 +1,28 @@
-"""Which path of the forward and the backward each feature takes, and why. A pure function of shapes: no device sync."""
+"""Which path of the forward and the backward each feature takes, and why. A pure function of shapes: no device sync.
+
+Tables, dtypes and hints are known when the operator is built; of a batch only the number of ids and of bags is known
+on the host, so where hints are missing every feature is taken to have the mean number of ids in a bag.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from fbtriton.config import select_gather, select_long_run, select_short_run, target_of, uses_kernels
+from fbtriton.config import (
+    HistogramConfig,
+    select_gather,
+    select_histogram,
+    select_long_run,
+    select_short_run,
+    target_of,
+    uses_kernels,
+)  # fmt: skip
 from fbtriton.layout import OperatorSpec
+
+HISTOGRAM_DIMS = range(16, 257)
 
 
 @dataclass(frozen=True)
@@ -33,36 +48,58 @@ class Plan:
         return "\n".join(map(str, self.routes))
 
 
-def plan(spec: OperatorSpec, device: torch.device, mean_length: float = 20.0) -> Plan:
-    """The plan of the operator for tensors on `device`.
+def histogram_features(
+    spec: OperatorSpec, mean_length: float, *, weighted: bool, vbe: bool
+) -> tuple[tuple[int, ...], HistogramConfig]:
+    """The features that are counted and multiplied, and how; the others are gathered."""
+    config = select_histogram()
+    return _histogram_features(spec, mean_length >= config.min_length, weighted or vbe, config), config
 
-    One generic path each way exists today: the gather, and runs routed by their length.
-    """
+
+@functools.lru_cache(maxsize=256)
+def _histogram_features(
+    spec: OperatorSpec, long_bags: bool, excluded: bool, config: HistogramConfig
+) -> tuple[int, ...]:
+    if excluded:
+        return ()
+    chosen = []
+    for feature, table in enumerate(spec.feature_tables):
+        rows, dim = spec.tables[table]
+        is_long = spec.bag_size_hints[feature] >= config.min_length if spec.bag_size_hints else long_bags
+        if is_long and 1 <= rows <= config.max_rows and dim in HISTOGRAM_DIMS:
+            chosen.append(feature)
+    return tuple(chosen)
+
+
+def plan(
+    spec: OperatorSpec, device: torch.device, mean_length: float = 20.0, *, weighted: bool = False, vbe: bool = False
+) -> Plan:
+    """The plan of the operator for tensors on `device` and bags of mean_length ids."""
     features = tuple(range(len(spec.feature_tables)))
     if not uses_kernels(device):
         return Plan((Route("reference", features, f"tensors on {device} run the PyTorch reference"),))
-    target = target_of(device)
+    counted, histogram = histogram_features(spec, mean_length, weighted=weighted, vbe=vbe)
+    target, itemsize = target_of(device), spec.torch_weights_dtype.itemsize
     routes = []
+    if counted:
+        reason = (
+            f"at most {histogram.max_rows} rows of {HISTOGRAM_DIMS[0]} to {HISTOGRAM_DIMS[-1]} elements, unweighted,"
+            f" bags of {histogram.min_length:g} ids or more"
+        )
+        routes.append(Route("forward histogram", counted, reason))
     for bucket in spec.layout.buckets:
-        gather, source = select_gather(target.name, bucket.dim, spec.torch_weights_dtype.itemsize, mean_length)
-        short = select_short_run(bucket.block_dim)
-        long = select_long_run(bucket.block_dim)
-        routes += [
-            Route(
-                "forward gather",
-                bucket.features,
-                f"dim {bucket.dim}; {gather.bags_per_program} bags a program, {gather.rows_per_bag} rows of each"
-                f" side by side, {gather.num_warps} warps; {source}",
-            ),
-            Route(
-                "backward short_run",
-                bucket.features,
-                f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps",
-            ),
-            Route(
-                "backward grad_accum + apply",
-                bucket.features,
-                f"runs from {long.threshold} entries on, in pieces of {long.piece_length}",
-            ),
-        ]
+        gathered = tuple(feature for feature in bucket.features if feature not in counted)
+        if gathered:
+            gather, source = select_gather(target.name, bucket.dim, itemsize, mean_length)
+            reason = (
+                f"dim {bucket.dim}; {gather.bags_per_program} bags a program, {gather.rows_per_bag} rows of each side"
+                f" by side, {gather.num_warps} warps; {source}"
+            )
+            routes.append(Route("forward gather", gathered, reason))
+    for bucket in spec.layout.buckets:
+        short, long = select_short_run(bucket.block_dim), select_long_run(bucket.block_dim)
+        reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
+        routes.append(Route("backward short_run", bucket.features, reason))
+        reason = f"runs from {long.threshold} entries on, in pieces of {long.piece_length}"
+        routes.append(Route("backward grad_accum + apply", bucket.features, reason))
     return Plan(tuple(routes))

@@ -1,0 +1,213 @@
+"""The forward for small tables: count how often each bag holds each row, then multiply the counts by the table.
+
+    counts[bag, row] = how many ids of the bag are that row          one launch for all features that go this way
+    output[bag, :]   = sum over rows of counts[bag, row] * table[row, :]       one launch for each dim, tensor cores
+
+A bag of L ids costs L counts in registers instead of L rows of D elements through the caches. Counts are one byte. A
+count of 255 or more does not fit; the second kernel counts such a bag again and multiplies it in fp32.
+
+Error: counts up to 254 and fp16 and bf16 weights are exact in tf32, and so are their products in the fp32 accumulator.
+fp32 weights are split into two tf32 parts, which leaves 2^-22 of a weight. So a sum differs from the gather's by its
+order of additions and, for fp32 weights, by at most 2^-22 of the sum of magnitudes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fbtriton._triton import tl, triton
+from fbtriton.batch import BatchShape
+from fbtriton.bounds_check import chunk_size, counted, repair_bags
+from fbtriton.config import HistogramConfig, launch_options
+from fbtriton.forward.gather import report_ids_of_bags
+from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
+from fbtriton.rows import bag_bounds, load_checked_ids, load_tile, tile_mask, write_stamp
+
+OVERFLOW = 255
+COUNT_OVERFLOW = tl.constexpr(OVERFLOW)
+
+
+@triton.jit
+def feature_and_samples(feature_list_ptr, batch_size, BAGS: tl.constexpr):
+    """Which feature of the list this program works on (number and feature), and its samples [BAGS] int64."""
+    blocks = tl.cdiv(batch_size, BAGS)
+    number = (tl.program_id(0) // blocks).to(tl.int64)
+    sample = ((tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS)).to(tl.int64)
+    return number, tl.load(feature_list_ptr + number), sample
+
+
+@triton.jit
+def count_bag(indices_ptr, begin, length, table_rows, first_row, IDS: tl.constexpr, BINS: tl.constexpr):
+    """How often a bag holds each of the rows first_row to first_row + BINS - 1: [BINS] int32; whether an id is bad."""
+    counts = tl.zeros([BINS], tl.int32)
+    any_bad = tl.zeros([IDS], tl.int1)
+    for step in range(0, length, IDS):
+        number = step + tl.arange(0, IDS)  # [IDS]
+        row, live, bad = load_checked_ids(indices_ptr, begin + number, number < length, table_rows)
+        bin = row.to(tl.int32) - first_row
+        counts += tl.histogram(bin, BINS, mask=live & (bin >= 0) & (bin < BINS))
+        any_bad = any_bad | bad
+    return counts, tl.max(any_bad.to(tl.int32)) > 0
+
+
+@triton.jit(do_not_specialize=["batch_size", "num_entries", "chunk"])
+def count_kernel(
+    counts_ptr, stamp_ptr, report_ptr, check,
+    hyperparameters_ptr, seed_and_step_ptr, feature_list_ptr, features, bags,
+    batch_size, num_entries, chunk,
+    IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
+):  # fmt: skip
+    """counts [features of the list, batch_size, BINS] uint8, kept at 255. One bag after the other."""
+    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
+    number, feature, samples = feature_and_samples(feature_list_ptr, batch_size, BAGS)
+    offsets_ptr = bags.offsets
+    if check is not None:
+        inside = samples < batch_size
+        bag = feature * batch_size + tl.where(inside, samples, 0)
+        repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
+        offsets_ptr = check.repaired
+    table_rows = tl.load(features.rows + feature)
+    first = tl.min(samples)
+    for sample in range(first, tl.minimum(first + BAGS, batch_size)):
+        begin, length = bag_bounds(offsets_ptr, feature * batch_size + sample, num_entries)
+        counts, any_bad = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS)
+        if check is not None:
+            if report_ptr is not None:
+                if any_bad:
+                    lane = tl.arange(0, IDS)[:, None]
+                    here = tl.zeros([IDS, 1], tl.int64)
+                    report_ids_of_bags(
+                        report_ptr, check, bags.indices, feature, table_rows, here + sample, here + begin,
+                        (here + length).to(tl.int32), lane, IDS, FATAL,
+                    )  # fmt: skip
+        place = (number * batch_size + sample) * BINS + tl.arange(0, BINS)
+        tl.store(counts_ptr + place, tl.minimum(counts, COUNT_OVERFLOW).to(tl.uint8))
+
+
+@triton.jit
+def multiply_counts(counts, table, total, SPLIT: tl.constexpr):
+    """total + counts @ table on the tensor cores. counts [BAGS, BINS], table [BINS, BLOCK_D] fp32; see the module."""
+    if SPLIT:
+        high = (table.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        total = tl.dot(counts, table - high, total, input_precision="tf32")
+        table = high
+    return tl.dot(counts, table, total, input_precision="tf32")
+
+
+@triton.jit
+def load_rows_of_table(
+    weights_ptr, table_offset, table_rows, row, first_column, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Neighbouring rows. row [BINS] int32 -> [BINS, BLOCK_D] fp32, 0 past the table"""
+    return load_tile(weights_ptr + table_offset, row * DIM, row < table_rows, DIM, BLOCK_D, first_column)
+
+
+@triton.jit(do_not_specialize=["batch_size", "num_entries", "num_columns"])
+def pool_counts_kernel(
+    out_ptr, weights_ptr, counts_ptr, feature_list_ptr, counts_number_ptr, features, bags,
+    batch_size, num_entries, num_columns,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BAGS: tl.constexpr,
+    IDS: tl.constexpr, MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Counts times table. counts_number [features of the list]: where a feature stands in the counts."""
+    first_column = tl.program_id(1) * BLOCK_D
+    number, feature, sample = feature_and_samples(feature_list_ptr, batch_size, BAGS)
+    inside = sample < batch_size  # [BAGS]
+    counts_row = tl.load(counts_number_ptr + number) * batch_size + tl.where(inside, sample, 0)
+    table_rows = tl.load(features.rows + feature)
+    table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), TABLE_ALIGNMENT)
+    total = tl.zeros([BAGS, BLOCK_D], tl.float32)
+    overflows = tl.zeros([BAGS], tl.int32)
+    for first in range(0, BINS, BLOCK_BINS):
+        row = first + tl.arange(0, BLOCK_BINS)
+        counts = tl.load(counts_ptr + counts_row[:, None] * BINS + row[None, :], mask=inside[:, None], other=0)
+        overflows = tl.maximum(overflows, tl.max(counts.to(tl.int32), axis=1))
+        table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
+        total = multiply_counts(counts.to(tl.float32), table, total, SPLIT)
+    if tl.max(overflows) == COUNT_OVERFLOW:
+        for lane in range(BAGS):
+            chosen = tl.arange(0, BAGS) == lane
+            if tl.max(tl.where(chosen, overflows, 0)) == COUNT_OVERFLOW:
+                bag = tl.sum(tl.where(chosen, feature * batch_size + sample, 0))
+                begin, length = bag_bounds(bags.offsets, bag, num_entries)
+                exact = tl.zeros([BLOCK_D], tl.float32)
+                for first in range(0, BINS, BLOCK_BINS):
+                    row = first + tl.arange(0, BLOCK_BINS)
+                    counts, _ = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS)
+                    table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
+                    exact += tl.sum(counts.to(tl.float32)[:, None] * table, axis=0)
+                total = tl.where(chosen[:, None], exact[None, :], total)
+    if MEAN:
+        _, length = bag_bounds(bags.offsets, feature * batch_size + tl.where(inside, sample, 0), num_entries)
+        total *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
+    offset = tl.multiple_of(sample * num_columns + tl.load(features.column + feature), [OUTPUT_ALIGNMENT])
+    pointer = out_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    tl.store(pointer, total.to(out_ptr.dtype.element_ty), mask=tile_mask(inside, DIM, BLOCK_D, first_column))
+
+
+def histogram(
+    *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
+    bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
+    config: HistogramConfig, shape: BatchShape, spec: OperatorSpec,
+) -> None:  # fmt: skip
+    """Fill the columns of the given features in out [B, columns]; also writes the stamp, reports and repairs."""
+    layout, device = spec.layout, weights.device
+    on_device = layout.on_device(device)
+    batch_size, num_entries = shape.batch_size, bags.indices.numel()
+    bins = max(16, triton.next_power_of_2(max(layout.rows[spec.feature_tables[f]] for f in features)))
+    counts = torch.empty(len(features), batch_size, bins, dtype=torch.uint8, device=device)
+    fatal = spec.bounds_check == "fatal" and check is not None
+    count_kernel[(len(features) * triton.cdiv(batch_size, config.count_bags),)](
+        counts_ptr=counts,
+        stamp_ptr=stamp,
+        report_ptr=counted(report, spec) if check is not None else None,
+        check=check,
+        hyperparameters_ptr=hyperparameters,
+        seed_and_step_ptr=seed_and_step,
+        feature_list_ptr=layout.numbers_on_device(features, device),
+        features=on_device.features,
+        bags=bags,
+        batch_size=batch_size,
+        num_entries=num_entries,
+        chunk=chunk_size(bags.offsets.numel()),
+        IDS=config.ids,
+        BINS=bins,
+        BAGS=config.count_bags,
+        NUM_HYPERPARAMETERS=hyperparameters.numel(),
+        FATAL=fatal,
+        debug=fatal,
+        **launch_options(config.count_warps),
+    )
+    if check is not None:
+        bags = bags._replace(offsets=check.repaired)
+    for bucket in layout.buckets:
+        chosen = tuple(f for f in bucket.features if f in features)
+        if not chosen:
+            continue
+        columns = min(bucket.block_dim, config.pool_row_bytes // weights.element_size())
+        blocks = len(chosen) * triton.cdiv(batch_size, config.pool_bags)
+        pool_counts_kernel[(blocks, triton.cdiv(bucket.dim, columns))](
+            out_ptr=out,
+            weights_ptr=weights,
+            counts_ptr=counts,
+            feature_list_ptr=layout.numbers_on_device(chosen, device),
+            counts_number_ptr=layout.numbers_on_device(tuple(map(features.index, chosen)), device),
+            features=on_device.features,
+            bags=bags,
+            batch_size=batch_size,
+            num_entries=num_entries,
+            num_columns=layout.columns[-1],
+            DIM=bucket.dim,
+            BLOCK_D=columns,
+            BINS=bins,
+            BLOCK_BINS=min(bins, 64),
+            BAGS=config.pool_bags,
+            IDS=config.ids,
+            MEAN=spec.mean,
+            TABLE_ALIGNMENT=layout.table_alignment,
+            OUTPUT_ALIGNMENT=bucket.column_alignment,
+            SPLIT=weights.dtype == torch.float32,
+            **launch_options(config.pool_warps),
+        )
