@@ -52,7 +52,7 @@ def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     block = 1 << (dim - 1).bit_length()
     widths = {block, max(dim & -dim, 16)} if dim < block else {block}  # all columns, or parts without a remainder
     for columns in sorted(width for width in widths if width <= block):
-        for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
+        for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), (2, 4), (1, 2)):
             lane_bytes = bags * rows * columns * itemsize // (32 * warps)
             if 16 <= lane_bytes <= 64 and lane_bytes * unroll <= 128 or bags == 64 and rows == 1 and lane_bytes < 16:
                 yield GatherConfig(bags, rows, warps, unroll, 64, columns)
