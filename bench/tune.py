@@ -61,16 +61,17 @@ def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def count_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import HistogramConfig
 
-    for ids, bags, warps in itertools.product((32, 64, 128, 256), (2, 4, 8, 16), (1, 2, 4)):
-        if ids >= 32 * warps:
-            yield HistogramConfig(ids=ids, count_bags=bags, count_warps=warps)
+    options = itertools.product((64, 128, 256), (4, 8, 16), (1, 2), (48, 64, 96, None))
+    for ids, bags, warps, registers in options:
+        yield HistogramConfig(ids=ids, count_bags=bags, count_warps=warps, count_registers=registers)
 
 
 def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import HistogramConfig
 
-    for bags, warps, row_bytes in itertools.product((32, 64, 128), (4, 8), (64, 128, 256)):
-        yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes)
+    options = itertools.product((32, 64, 128), (4, 8), (64, 128, 256), (96, 128, None))
+    for bags, warps, row_bytes, registers in options:
+        yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes, pool_registers=registers)
 
 
 TUNABLES = {

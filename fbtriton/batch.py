@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fbtriton._triton import tl, triton
+from fbtriton.config import select_entry, uses_kernels
 from fbtriton.layout import Bucket, OperatorSpec, VbeLayout
+from fbtriton.rows import upper_bound
 
 
 @dataclass(frozen=True)
@@ -57,44 +61,96 @@ class BatchShape:
         return sum(self.samples[feature] for feature in bucket.features)
 
 
-def place_bags(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) -> VbeLayout:
-    """Where each bag lies in the output. Copies a few numbers for each feature and rank to the device, without
-    waiting for it."""
-    layout, device = spec.layout, offsets.device
+class Segments(NamedTuple):
+    """What the host knows of a batch with a batch size for each feature. Of segment f * ranks + r, the samples of
+    feature f on rank r. Each is int64 and padded to an even length, so that all are aligned alike in one upload."""
+
+    first_bag: Any  # [F * ranks]
+    feature: Any  # [F * ranks]
+    output_start: Any  # [F * ranks] element of the output where its first bag starts
+    dim: Any  # [F * ranks]
+    first_bags: Any  # [F + 1] first bag of each feature
+    bucket_start: Any  # [F] place of each feature's first bag among the bags, bucket by bucket
+
+
+def segments_of(batch_sizes: Sequence[int], spec: OperatorSpec) -> Segments:
+    layout = spec.layout
     num_features = len(spec.feature_tables)
     counts = np.asarray(batch_sizes, dtype=np.int64).reshape(num_features, -1)
     dims = np.asarray(layout.feature_dims, dtype=np.int64)
-    sizes = counts * dims[:, None]  # elements of each feature and rank
-    starts = np.cumsum(sizes.T.flatten()) - sizes.T.flatten()  # rank by rank
-    starts = starts.reshape(-1, num_features).T
-    features = np.broadcast_to(np.arange(num_features)[:, None], counts.shape)
-    first = np.cumsum(counts.flatten()) - counts.flatten()
+    by_rank = (counts * dims[:, None]).T.flatten()  # elements, rank by rank
     samples = counts.sum(axis=1)
-    first_bags = np.concatenate([[0], np.cumsum(samples)])
-    bucket_order = np.asarray([f for bucket in layout.buckets for f in bucket.features])
-
-    segments = np.stack(
-        [counts.flatten(), features.flatten(), starts.flatten(), first, np.repeat(dims, counts.shape[1])]
+    order = np.asarray([f for bucket in layout.buckets for f in bucket.features])
+    bucket_start = np.empty(num_features, dtype=np.int64)
+    bucket_start[order] = np.cumsum(samples[order]) - samples[order]
+    exact = Segments(
+        first_bag=np.cumsum(counts.flatten()) - counts.flatten(),
+        feature=np.repeat(np.arange(num_features), counts.shape[1]),
+        output_start=(np.cumsum(by_rank) - by_rank).reshape(-1, num_features).T.flatten(),
+        dim=np.repeat(dims, counts.shape[1]),
+        first_bags=np.concatenate([[0], np.cumsum(samples)]),
+        bucket_start=bucket_start,
     )
-    ordered = np.stack([samples[bucket_order], first_bags[bucket_order]])
-    upload = torch.from_numpy(np.concatenate([segments.flatten(), ordered.flatten(), first_bags]))
+    last = samples.sum()  # no bag is searched for behind it
+    return Segments(*(np.pad(part, (0, len(part) % 2), constant_values=last) for part in exact))
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_bags"])
+def place_bags_kernel(vbe, segments, num_segments, num_bags, BLOCK: tl.constexpr):
+    """Everything of `VbeLayout` that has an element for each bag."""
+    bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = bag < num_bags
+    segment = upper_bound(segments.first_bag, num_segments, tl.where(live, bag, 0)) - 1
+    feature = tl.load(segments.feature + segment)
+    number = bag - tl.load(segments.first_bag + segment)
+    offset = tl.load(segments.output_start + segment) + number * tl.load(segments.dim + segment)
+    place = tl.load(segments.bucket_start + feature) + bag - tl.load(segments.first_bags + feature)
+    tl.store(vbe.bag_features + bag, feature.to(tl.int32), mask=live)
+    tl.store(vbe.output_offsets + bag, offset, mask=live)
+    tl.store(vbe.bucket_bags + place, bag.to(tl.int32), mask=live)
+
+
+def place_bags(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) -> VbeLayout:
+    """Where each bag lies in the output: one copy of a few numbers for each feature and rank to the device, without
+    waiting for it, and one launch."""
+    device = offsets.device
+    host = segments_of(batch_sizes, spec)
+    upload = torch.from_numpy(np.concatenate(host))
     if device.type == "cuda":
-        upload = upload.pin_memory()
-    upload = upload.to(device, non_blocking=True)
-    segments_end, ordered_end = segments.size, segments.size + ordered.size
-    count, feature, start, first_bag, dim = upload[:segments_end].view(5, -1)
-    ordered_count, ordered_first = upload[segments_end:ordered_end].view(2, -1)
+        upload = upload.pin_memory().to(device, non_blocking=True)
+    segments = Segments(*upload.split([len(part) for part in host]))
+    if not uses_kernels(device):
+        return reference_placement(segments, sum(batch_sizes), len(spec.feature_tables))
+    num_bags = sum(batch_sizes)
+    vbe = VbeLayout(
+        first_bags=segments.first_bags[: len(spec.feature_tables) + 1],
+        bag_features=torch.empty(num_bags, dtype=torch.int32, device=device),
+        output_offsets=torch.empty(num_bags, dtype=torch.int64, device=device),
+        bucket_bags=torch.empty(num_bags, dtype=torch.int32, device=device),
+    )
+    if num_bags:
+        block = select_entry().block
+        place_bags_kernel[(triton.cdiv(num_bags, block),)](
+            vbe=vbe,
+            segments=segments,
+            num_segments=len(host.first_bag),
+            num_bags=num_bags,
+            BLOCK=block,
+        )
+    return vbe
 
-    num_bags = int(samples.sum())
-    bag = torch.arange(num_bags, device=device)
 
-    def spread(values: Tensor, by: Tensor) -> Tensor:
-        return torch.repeat_interleave(values, by, output_size=num_bags)
-
-    before = torch.cumsum(ordered_count, 0) - ordered_count
+def reference_placement(segments: Segments, num_bags: int, num_features: int) -> VbeLayout:
+    """The same by PyTorch."""
+    bag = torch.arange(num_bags, device=segments.dim.device)
+    segment = torch.searchsorted(segments.first_bag, bag, right=True) - 1
+    feature = segments.feature[segment]
+    place = segments.bucket_start[feature] + bag - segments.first_bags[feature]
+    bucket_bags = torch.empty_like(bag, dtype=torch.int32)
+    bucket_bags[place] = bag.to(torch.int32)
     return VbeLayout(
-        first_bags=upload[ordered_end:].clone(),
-        bag_features=spread(feature, count).to(torch.int32),
-        output_offsets=spread(start, count) + (bag - spread(first_bag, count)) * spread(dim, count),
-        bucket_bags=(bag + spread(ordered_first - before, ordered_count)).to(torch.int32),
+        first_bags=segments.first_bags[: num_features + 1],
+        bag_features=feature.to(torch.int32),
+        output_offsets=segments.output_start[segment] + (bag - segments.first_bag[segment]) * segments.dim[segment],
+        bucket_bags=bucket_bags,
     )

@@ -64,12 +64,14 @@ class HistogramConfig:
 
     max_rows: int = 128  # of a table
     min_length: float = 40.0  # ids in a bag
-    ids: int = 128  # counted together; a power of two
-    count_bags: int = 4  # of a program, one after the other; a power of two
-    count_warps: int = 2
-    pool_bags: int = 64  # of a program, side by side; a power of two, at least 16
+    ids: int = 64  # counted together; a power of two
+    count_bags: int = 8  # of a program, one after the other; a power of two
+    count_warps: int = 1
+    count_registers: int | None = 64
+    pool_bags: int = 128  # of a program, side by side; a power of two, at least 16
     pool_warps: int = 4
-    pool_row_bytes: int = 256  # of a row of the table in one program; a power of two, at least 64
+    pool_registers: int | None = None
+    pool_row_bytes: int = 128  # of a row of the table in one program; a power of two, at least 64
 
 
 @dataclass(frozen=True)

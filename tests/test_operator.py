@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton.batch import Segments, place_bags, reference_placement, segments_of
 from fbtriton.config import EntryConfig, GatherConfig, HistogramConfig, LongRunConfig, ShortRunConfig, force_config
 from fbtriton.forward.routing import histogram_features, plan
+from fbtriton.layout import VbeLayout
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
 
 pytestmark = pytest.mark.interpreter
@@ -351,6 +353,19 @@ def vbe_case(**options):
 def test_batch_size_for_each_feature(pooling, optimizer, device):
     case = vbe_case(pooling=pooling, optimizer=optimizer, weighted=True, sample_grad=True, pruned=0.2, padding=2)
     check(case, device)
+
+
+@pytest.mark.parametrize(
+    "batch_sizes", [(2, 1, 0, 1, 0, 0, 1, 1), (0, 0, 0, 0, 0, 3, 0, 0), (700, 1, 0, 2, 5, 0, 0, 0)]
+)
+def test_placement_of_bags(batch_sizes, device):
+    """The kernel against PyTorch, through buckets that are not in the order of the features."""
+    spec = vbe_case().build(device).spec
+    placed = place_bags(torch.zeros(1, dtype=torch.int64, device=device), batch_sizes, spec)
+    segments = Segments(*(torch.from_numpy(part) for part in segments_of(batch_sizes, spec)))
+    expected = reference_placement(segments, sum(batch_sizes), len(spec.feature_tables))
+    for name, tensor, other in zip(VbeLayout._fields, placed, expected, strict=True):
+        assert torch.equal(tensor.cpu(), other), name
 
 
 @pytest.mark.parametrize("batch_sizes", [(0, 0, 0, 0), (0, 2, 0, 0), (0, 0, 0, 3)], ids=str)

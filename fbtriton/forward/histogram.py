@@ -6,9 +6,10 @@
 A bag of L ids costs L counts in registers instead of L rows of D elements through the caches. Counts are one byte. A
 count of 255 or more does not fit; the second kernel counts such a bag again and multiplies it in fp32.
 
-Error: counts up to 254 and fp16 and bf16 weights are exact in tf32, and so are their products in the fp32 accumulator.
-fp32 weights are split into two tf32 parts, which leaves 2^-22 of a weight. So a sum differs from the gather's by its
-order of additions and, for fp32 weights, by at most 2^-22 of the sum of magnitudes.
+Error: counts up to 254 are exact in fp16 and tf32. fp16 weights are multiplied as they are, bf16 weights as tf32,
+which holds them exactly; the products are exact in the fp32 accumulator. fp32 weights are split into two tf32 parts,
+which leaves 2^-22 of a weight. So a sum differs from the gather's by its order of additions and, for fp32 weights, by
+at most 2^-22 of the sum of magnitudes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fbtriton.bounds_check import chunk_size, counted, repair_bags
 from fbtriton.config import HistogramConfig, launch_options
 from fbtriton.forward.gather import report_ids_of_bags
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
-from fbtriton.rows import bag_bounds, load_checked_ids, load_tile, tile_mask, write_stamp
+from fbtriton.rows import bag_bounds, load_checked_ids, tile_mask, write_stamp
 
 OVERFLOW = 255
 COUNT_OVERFLOW = tl.constexpr(OVERFLOW)
@@ -86,21 +87,27 @@ def count_kernel(
 
 
 @triton.jit
-def multiply_counts(counts, table, total, SPLIT: tl.constexpr):
-    """total + counts @ table on the tensor cores. counts [BAGS, BINS], table [BINS, BLOCK_D] fp32; see the module."""
-    if SPLIT:
+def multiply_counts(counts, table, total):
+    """total + counts @ table on the tensor cores; see the module. counts [BAGS, BINS] uint8, table [BINS, BLOCK_D]"""
+    if table.dtype == tl.float16:
+        total = tl.dot(counts.to(tl.float16), table, total)
+    elif table.dtype == tl.bfloat16:
+        total = tl.dot(counts.to(tl.float32), table.to(tl.float32), total, input_precision="tf32")
+    else:
         high = (table.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        counts = counts.to(tl.float32)
         total = tl.dot(counts, table - high, total, input_precision="tf32")
-        table = high
-    return tl.dot(counts, table, total, input_precision="tf32")
+        total = tl.dot(counts, high, total, input_precision="tf32")
+    return total
 
 
 @triton.jit
 def load_rows_of_table(
     weights_ptr, table_offset, table_rows, row, first_column, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Neighbouring rows. row [BINS] int32 -> [BINS, BLOCK_D] fp32, 0 past the table"""
-    return load_tile(weights_ptr + table_offset, row * DIM, row < table_rows, DIM, BLOCK_D, first_column)
+    """Neighbouring rows, in their dtype. row [BINS] int32 -> [BINS, BLOCK_D], 0 past the table"""
+    pointer = weights_ptr + table_offset + row[:, None] * DIM + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    return tl.load(pointer, mask=tile_mask(row < table_rows, DIM, BLOCK_D, first_column), other=0.0)
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_entries", "num_columns"])
@@ -109,7 +116,6 @@ def pool_counts_kernel(
     batch_size, num_entries, num_columns,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BAGS: tl.constexpr,
     IDS: tl.constexpr, MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Counts times table. counts_number [features of the list]: where a feature stands in the counts."""
     first_column = tl.program_id(1) * BLOCK_D
@@ -125,7 +131,7 @@ def pool_counts_kernel(
         counts = tl.load(counts_ptr + counts_row[:, None] * BINS + row[None, :], mask=inside[:, None], other=0)
         overflows = tl.maximum(overflows, tl.max(counts.to(tl.int32), axis=1))
         table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
-        total = multiply_counts(counts.to(tl.float32), table, total, SPLIT)
+        total = multiply_counts(counts, table, total)
     if tl.max(overflows) == COUNT_OVERFLOW:
         for lane in range(BAGS):
             chosen = tl.arange(0, BAGS) == lane
@@ -137,7 +143,7 @@ def pool_counts_kernel(
                     row = first + tl.arange(0, BLOCK_BINS)
                     counts, _ = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS)
                     table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
-                    exact += tl.sum(counts.to(tl.float32)[:, None] * table, axis=0)
+                    exact += tl.sum(counts.to(tl.float32)[:, None] * table.to(tl.float32), axis=0)
                 total = tl.where(chosen[:, None], exact[None, :], total)
     if MEAN:
         _, length = bag_bounds(bags.offsets, feature * batch_size + tl.where(inside, sample, 0), num_entries)
@@ -178,7 +184,7 @@ def histogram(
         NUM_HYPERPARAMETERS=hyperparameters.numel(),
         FATAL=fatal,
         debug=fatal,
-        **launch_options(config.count_warps),
+        **launch_options(config.count_warps, config.count_registers),
     )
     if check is not None:
         bags = bags._replace(offsets=check.repaired)
@@ -208,6 +214,5 @@ def histogram(
             MEAN=spec.mean,
             TABLE_ALIGNMENT=layout.table_alignment,
             OUTPUT_ALIGNMENT=bucket.column_alignment,
-            SPLIT=weights.dtype == torch.float32,
-            **launch_options(config.pool_warps),
+            **launch_options(config.pool_warps, config.pool_registers),
         )
