@@ -192,7 +192,7 @@ def _mean_length(workload: Workload) -> float:
 
 
 def _row(gpu: str, workload: Workload, dim: int, config: Any) -> str:
-    values = ", ".join(f"{name}={value}" for name, value in asdict(config).items())
+    values = ", ".join(map(str, asdict(config).values()))
     where = f'"{gpu}", "{workload.name}", "{time.strftime("%Y-%m-%d")}"'
     what = f"{dim}, {DTYPES[workload.dtype].itemsize}, {_mean_length(workload):.1f}"
     return f"    TableRow({where}, {what}, {type(config).__name__}({values})),"

@@ -124,8 +124,23 @@ class TableRow:
 
 LONG_BAG = 48
 
-# Printed by `python -m bench tune gather`.
-GATHER_ROWS: tuple[TableRow, ...] = ()
+# Printed by `python -m bench tune gather`; rows that are within 3 % of the default are left out.
+GATHER_ROWS: tuple[TableRow, ...] = (
+    TableRow("NVIDIA H200", "fp32-uniform", "2026-11-30", 64, 4, 20.0, GatherConfig(4, 2, 2, 4, 64, 64)),
+    TableRow("NVIDIA H200", "table-sharing", "2026-11-30", 256, 2, 7.0, GatherConfig(2, 1, 1, 2, 64, 256)),
+    TableRow("NVIDIA H200", "long-runs", "2026-11-30", 128, 2, 30.0, GatherConfig(4, 1, 1, 2, 64, 128)),
+    TableRow("NVIDIA H200", "weighted", "2026-11-30", 128, 2, 30.0, GatherConfig(4, 1, 1, 2, 64, 128)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 4, 2, 8.0, GatherConfig(16, 4, 1, 4, 64, 4)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 8, 2, 8.0, GatherConfig(8, 4, 1, 4, 64, 8)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 16, 2, 8.0, GatherConfig(8, 4, 2, 4, 64, 16)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 32, 2, 8.0, GatherConfig(4, 2, 1, 4, 64, 32)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 192, 2, 8.0, GatherConfig(2, 1, 1, 2, 64, 256)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 256, 2, 8.0, GatherConfig(2, 1, 1, 2, 64, 256)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 320, 2, 8.0, GatherConfig(1, 1, 1, 4, 64, 512)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 384, 2, 8.0, GatherConfig(1, 1, 1, 4, 64, 512)),
+    TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 512, 2, 8.0, GatherConfig(1, 1, 1, 4, 64, 512)),
+    TableRow("NVIDIA H200", "dlrm-mix", "2026-11-30", 32, 2, 8.9, GatherConfig(16, 1, 2, 4, 64, 32)),
+)
 
 
 def table_row(
