@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +16,7 @@ import fbtriton
 from fbtriton import tlx
 from fbtriton._triton import HAS_TRITON
 from fbtriton.config import INTERPRET
-from fbtriton.forward.routing import plan
+from fbtriton.forward.routing import plan, plan_for_gpu
 from fbtriton.layout import OperatorSpec
 
 EXAMPLE = OperatorSpec(
@@ -25,6 +29,14 @@ EXAMPLE = OperatorSpec(
     stochastic_rounding=True,
     bounds_check="warning",
 )
+
+
+EXAMPLE_GPU = "NVIDIA H200"  # whose routes are shown where there is no GPU
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+WORKLOAD_KEYS = (
+    "name", "source", "tables", "rows", "dims", "feature_tables", "batch", "batch_sizes", "bags", "dtype", "pooling",
+    "weighted", "alpha", "fixed_bags", "trace", "group",
+)  # fmt: skip
 
 
 def _version(*distributions: str) -> str:
@@ -78,12 +90,71 @@ def info() -> str:
     return f"{facts}\n\npaths for fp16 tables of {tables}:\n{plan(EXAMPLE, device)}"
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"--workload must be a file that can be read, got {path}: {error.strerror}") from error
+    if path.suffix == ".json":
+        values = json.loads(text)
+    else:
+        try:
+            import yaml
+        except ImportError as error:
+            raise ValueError(
+                f"{path} is taken for YAML, which needs PyYAML (pip install pyyaml); or use JSON"
+            ) from error
+        values = yaml.safe_load(text)
+    if not isinstance(values, dict) or not {"rows", "dims"} <= set(values):
+        raise ValueError(f"{path} must give rows and dims")
+    if unknown := set(values) - set(WORKLOAD_KEYS):
+        raise ValueError(f"{path} has unknown keys {', '.join(sorted(unknown))}; known: {', '.join(WORKLOAD_KEYS)}")
+    return values
+
+
+def _per(value: Any, count: int) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value] * count
+
+
+def routes_of(path: Path, gpu: str | None) -> str:
+    """The routes of a workload file of `bench` (YAML or JSON: rows, dims, bags, feature_tables, dtype, weighted ...).
+
+    Raises:
+        ValueError: the file cannot be read, lacks rows or dims, or has a key that is not known.
+    """
+    values = _read(path)
+    tables = values.get("tables") or max(
+        (len(v) for v in (values["rows"], values["dims"]) if isinstance(v, list)), default=1
+    )
+    feature_tables = tuple(values.get("feature_tables") or range(tables))
+    bags = tuple(map(float, _per(values.get("bags", 20.0), len(feature_tables))))
+    spec = replace(
+        EXAMPLE,
+        tables=tuple(zip(_per(values["rows"], tables), _per(values["dims"], tables), strict=True)),
+        feature_tables=feature_tables,
+        pooling=values.get("pooling", "sum"),
+        weights_dtype=DTYPES[values.get("dtype", "fp16")],
+        bag_size_hints=bags if "bags" in values else (),
+    )
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else EXAMPLE_GPU
+    mean = sum(bags) / len(bags)
+    routes = plan_for_gpu(
+        spec, gpu or here, mean, weighted=bool(values.get("weighted")), vbe=bool(values.get("batch_sizes"))
+    )
+    return f"{path.name} on {gpu or here}, {mean:g} ids a bag on average:\n{routes}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fbtriton", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print versions, GPU, and which kernels would run and why")
-    parser.parse_args()
-    print(info())
+    command = commands.add_parser("info", help="print versions, GPU, and which kernels would run and why")
+    command.add_argument("--workload", type=Path, metavar="FILE", help="print the routes of this workload instead")
+    command.add_argument("--gpu", help=f"whose routes; default the GPU here, or {EXAMPLE_GPU}")
+    args = parser.parse_args()
+    try:
+        print(routes_of(args.workload, args.gpu) if args.workload else info())
+    except ValueError as error:
+        command.error(str(error))
 
 
 if __name__ == "__main__":

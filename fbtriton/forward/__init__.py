@@ -12,7 +12,7 @@ from fbtriton.bounds_check import check_offsets
 from fbtriton.config import uses_kernels
 from fbtriton.forward.gather import gather
 from fbtriton.forward.histogram import histogram
-from fbtriton.forward.routing import histogram_features
+from fbtriton.forward.routing import gathered_features, histogram_features
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import make_stamp
 
@@ -79,7 +79,7 @@ def forward(
         bags=bags,
         check=check,
         report=report,
-        features=tuple(feature for feature in range(len(spec.feature_tables)) if feature not in counted),
+        parts=gathered_features(spec, counted),
         shape=shape,
         spec=spec,
     )

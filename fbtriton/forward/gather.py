@@ -13,7 +13,8 @@ from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counted, repair_bags, report_bad_ids
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
-from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
+from fbtriton.forward.routing import bag_length
+from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
@@ -182,13 +183,13 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
 
 def gather(
     *, out: Tensor, stamp: Tensor | None, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
-    shape: BatchShape, spec: OperatorSpec,
+    bags: Bags, check: BoundsCheck | None, report: Tensor | None,
+    parts: list[tuple[Bucket, tuple[int, ...]]], shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill the parts of the given features in out, of `shape.output_shape`: one launch for each dim.
+    """Fill the parts of some features in out, of `shape.output_shape`: one launch for each bucket in parts.
 
     The first launch also writes the stamp, if one is given. With `check` the launches also report and repair what is
-    bad, offsets included. With a batch size for each feature, features must be all of them.
+    bad, offsets included. With a batch size for each feature, parts must have all of them.
     """
     layout, device = spec.layout, weights.device
     on_device = layout.on_device(device)
@@ -196,12 +197,12 @@ def gather(
     mean_length = bags.indices.numel() / shape.num_bags
     fatal = spec.bounds_check == "fatal" and check is not None
     first_bag = 0
-    for bucket in layout.buckets:
-        chosen = tuple(feature for feature in bucket.features if feature in features)
+    for bucket, chosen in parts:
         num_bags = sum(shape.samples[feature] for feature in chosen)
         if num_bags == 0:
             continue
-        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), mean_length)
+        length = bag_length(spec, chosen, mean_length)
+        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), length)
         gather_kernel[gather_grid(bucket.dim, len(chosen), num_bags, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,

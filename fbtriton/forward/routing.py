@@ -20,9 +20,22 @@ from fbtriton.config import (
     target_of,
     uses_kernels,
 )  # fmt: skip
-from fbtriton.layout import OperatorSpec
+from fbtriton.layout import Bucket, OperatorSpec
 
 HISTOGRAM_DIMS = range(16, 257)
+
+
+@functools.lru_cache(maxsize=256)
+def gathered_features(spec: OperatorSpec, counted: tuple[int, ...]) -> list[tuple[Bucket, tuple[int, ...]]]:
+    """For each dim the features that are not counted: one launch of the gather each."""
+    parts = [(bucket, tuple(f for f in bucket.features if f not in counted)) for bucket in spec.layout.buckets]
+    return [(bucket, features) for bucket, features in parts if features]
+
+
+def bag_length(spec: OperatorSpec, features: tuple[int, ...], mean_length: float) -> float:
+    """Expected ids in a bag of these features: from the hints, or the mean of the batch."""
+    hints = spec.bag_size_hints
+    return sum(hints[feature] for feature in features) / len(features) if hints else mean_length
 
 
 @dataclass(frozen=True)
@@ -75,11 +88,18 @@ def plan(
     spec: OperatorSpec, device: torch.device, mean_length: float = 20.0, *, weighted: bool = False, vbe: bool = False
 ) -> Plan:
     """The plan of the operator for tensors on `device` and bags of mean_length ids."""
-    features = tuple(range(len(spec.feature_tables)))
     if not uses_kernels(device):
+        features = tuple(range(len(spec.feature_tables)))
         return Plan((Route("reference", features, f"tensors on {device} run the PyTorch reference"),))
+    return plan_for_gpu(spec, target_of(device).name, mean_length, weighted=weighted, vbe=vbe)
+
+
+def plan_for_gpu(
+    spec: OperatorSpec, gpu: str, mean_length: float, *, weighted: bool = False, vbe: bool = False
+) -> Plan:
+    """The plan for a GPU by name, which need not be here."""
     counted, histogram = histogram_features(spec, mean_length, weighted=weighted, vbe=vbe)
-    target, itemsize = target_of(device), spec.torch_weights_dtype.itemsize
+    itemsize = spec.torch_weights_dtype.itemsize
     routes = []
     if counted:
         reason = (
@@ -87,15 +107,14 @@ def plan(
             f" bags of {histogram.min_length:g} ids or more"
         )
         routes.append(Route("forward histogram", counted, reason))
-    for bucket in spec.layout.buckets:
-        gathered = tuple(feature for feature in bucket.features if feature not in counted)
-        if gathered:
-            gather, source = select_gather(target.name, bucket.dim, itemsize, mean_length)
-            reason = (
-                f"dim {bucket.dim}; {gather.bags_per_program} bags a program, {gather.rows_per_bag} rows of each side"
-                f" by side, {gather.num_warps} warps; {source}"
-            )
-            routes.append(Route("forward gather", gathered, reason))
+    for bucket, gathered in gathered_features(spec, counted):
+        length = bag_length(spec, gathered, mean_length)
+        gather, source = select_gather(gpu, bucket.dim, itemsize, length)
+        reason = (
+            f"dim {bucket.dim}; {gather.bags_per_program} bags a program, {gather.rows_per_bag} rows of each side"
+            f" by side, {gather.num_warps} warps; {source}"
+        )
+        routes.append(Route("forward gather", gathered, reason))
     for bucket in spec.layout.buckets:
         short, long = select_short_run(bucket.block_dim), select_long_run(bucket.block_dim)
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"

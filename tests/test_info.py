@@ -1,0 +1,44 @@
+"""`python -m fbtriton info`: versions, and the routes of a workload file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def info(*arguments):
+    command = [sys.executable, "-m", "fbtriton", "info", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_versions_and_routes():
+    text = info().stdout
+    for name in ("fbtriton", "torch", "Triton", "GPU", "sort", "paths for fp16 tables"):
+        assert name in text
+
+
+def test_routes_of_a_workload(tmp_path):
+    """Bags in the file are hints: the two small tables with long bags are counted, the others gathered."""
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps({"rows": [64, 48, 50, 10**6], "dims": [128, 64, 128, 128], "bags": [200, 200, 3, 10]}))
+    lines = info("--workload", path, "--gpu", "NVIDIA H200").stdout.splitlines()
+    assert lines[0].startswith("w.json on NVIDIA H200, 103.25 ids a bag on average")
+    assert lines[1].startswith("forward histogram: features 0, 1: at most")
+    assert lines[2].startswith("forward gather: features 2, 3: dim 128; 8 bags a program")
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "--workload must be a file that can be read"),
+        ({"rows": [1]}, "must give rows and dims"),
+        ({"rows": [1], "dims": [4], "colour": 3}, "has unknown keys colour"),
+    ],
+)
+def test_errors(content, message, tmp_path):
+    path = tmp_path / "w.json"
+    if content is not None:
+        path.write_text(json.dumps(content))
+    result = info("--workload", path)
+    assert result.returncode == 2 and message in result.stderr
