@@ -33,10 +33,9 @@ from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
 MODES = ("off", "ignore", "warning", "fatal")
 REPORT_SIZE = 6
 LAST_POSITION = 2**31 - 1
-CHUNKS = 128  # a power of two, of which every multiprocessor of a large GPU gets one
+CHUNKS = 512  # a power of two, some for every multiprocessor
 CHUNK_COUNT = tl.constexpr(CHUNKS)
-OFFSETS_SMALL = {"BLOCK": 1024, "num_warps": 4}  # how a chunk is walked
-OFFSETS_LARGE = {"BLOCK": 8192, "num_warps": 32}
+CHUNK_BLOCK = 1024  # offsets of one step
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def check_offsets_kernel(
     any_bad = tl.zeros([BLOCK], tl.int1)
     highest = tl.zeros([BLOCK], tl.int64)
     for start in range(first, end, BLOCK):
-        position = start + tl.arange(0, BLOCK).to(tl.int64)  # [BLOCK]
+        position = tl.multiple_of(start, 16) + tl.arange(0, BLOCK).to(tl.int64)  # [BLOCK]
         live = position < end
         offset = tl.load(offsets_ptr + position, mask=live, other=0)
         previous = tl.load(offsets_ptr + position - 1, mask=live & (position > 0), other=0)
@@ -124,7 +123,7 @@ def check_offsets_kernel(
         offset = tl.where(position == 0, 0, offset)
         highest = tl.maximum(highest, offset.to(tl.int64))
         tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
-    tl.store(check.bad + program, tl.max(any_bad.to(tl.int32)))
+    tl.store(check.bad + program, tl.max(any_bad.to(tl.int32)).to(tl.int8))
     tl.store(check.highest + program, tl.max(highest))
     if report_ptr is not None:
         if program == 0:
@@ -135,7 +134,7 @@ def check_offsets_kernel(
 
 @triton.jit
 def any_bad_offset(check):
-    return tl.max(tl.load(check.bad + tl.arange(0, CHUNK_COUNT))) > 0
+    return tl.max(tl.load(check.bad + tl.arange(0, CHUNK_COUNT)).to(tl.int32)) > 0
 
 
 @triton.jit
@@ -156,20 +155,35 @@ def repair_offset(offsets_ptr, check, number, num_entries, chunk):
 
 @triton.jit
 def repair_bags(check, report_ptr, offsets_ptr, bag, counted, num_entries, chunk):
-    """If an offset is bad, store the repaired offsets of the bags, and count the repairs.
+    """Store the repaired offsets of the bags, and count the repairs; for batches in which an offset is bad.
 
     bag [K] int64, in which a bag may stand several times; counted [K] says where it counts. Both of a bag's offsets
     are stored, though the first is the neighbour's too, so that a program needs no other to read its own bags'.
     """
-    if any_bad_offset(check):
-        begin = repair_offset(offsets_ptr, check, bag, num_entries, chunk)
-        end = repair_offset(offsets_ptr, check, bag + 1, num_entries, chunk)
-        tl.store(check.repaired + bag, begin.to(offsets_ptr.dtype.element_ty))
-        tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty))
-        if report_ptr is not None:
-            given = tl.load(offsets_ptr + bag + 1, mask=counted, other=0).to(tl.int64)
-            tl.atomic_add(report_ptr + 1, tl.sum((counted & (given != end)).to(tl.int64)), sem="relaxed")
-        tl.debug_barrier()  # other threads of the program read what was stored
+    begin = repair_offset(offsets_ptr, check, bag, num_entries, chunk)
+    end = repair_offset(offsets_ptr, check, bag + 1, num_entries, chunk)
+    tl.store(check.repaired + bag, begin.to(offsets_ptr.dtype.element_ty))
+    tl.store(check.repaired + bag + 1, end.to(offsets_ptr.dtype.element_ty))
+    if report_ptr is not None:
+        given = tl.load(offsets_ptr + bag + 1, mask=counted, other=0).to(tl.int64)
+        tl.atomic_add(report_ptr + 1, tl.sum((counted & (given != end)).to(tl.int64)), sem="relaxed")
+    tl.debug_barrier()  # other threads of the program read what was stored
+
+
+@triton.jit
+def report_ids_of_bags(
+    check, report_ptr, indices_ptr, feature, table_rows, sample, begin, length, lane,
+    LANES: tl.constexpr, FATAL: tl.constexpr,
+):  # fmt: skip
+    """Go through the ids of some bags and report the bad ones. Slow, for bags that have one. A bag's ids go to LANES
+    elements with lanes 0 to LANES - 1; feature to lane of one shape, the first two also scalar."""
+    for step in range(0, tl.max(length), LANES):
+        number = step + lane
+        row = tl.load(indices_ptr + begin + number, mask=number < length, other=-1).to(tl.int64)
+        bad = is_bad_id(row, table_rows)
+        if FATAL:
+            tl.device_assert(~bad, "an id is outside its table")
+        report_bad_ids(report_ptr, check, bad, begin + number, feature + tl.zeros_like(row), sample, row)
 
 
 @triton.jit
@@ -230,12 +244,12 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     """One launch: the offsets, each kept in [0, N], and where they are bad. If none is, they are repaired."""
     offsets = bags.offsets
     repaired = torch.empty_like(offsets)
-    scratch = torch.empty(2 * CHUNKS + 1, dtype=torch.int64, device=offsets.device)
+    scratch = torch.empty(CHUNKS + CHUNKS // 8 + 1, dtype=torch.int64, device=offsets.device)
     check = BoundsCheck(
         repaired=repaired,
-        bad=scratch,
-        highest=scratch[CHUNKS:],
-        sealed=scratch[2 * CHUNKS :],
+        bad=scratch[CHUNKS:].view(torch.int8),
+        highest=scratch,
+        sealed=scratch[CHUNKS + CHUNKS // 8 :],
     )
     fatal = spec.bounds_check == "fatal"
     check_offsets_kernel[(CHUNKS,)](
@@ -245,9 +259,9 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
         num_offsets=offsets.numel(),
         num_entries=bags.indices.numel(),
         chunk=chunk_size(offsets.numel()),
+        BLOCK=CHUNK_BLOCK,
         FATAL=fatal,
         debug=fatal,
-        **OFFSETS_SMALL if offsets.numel() <= CHUNKS * OFFSETS_SMALL["BLOCK"] else OFFSETS_LARGE,
     )
     return check
 

@@ -70,7 +70,7 @@ class HistogramConfig:
     count_registers: int | None = 64
     pool_bags: int = 128  # of a program, side by side; a power of two, at least 16
     pool_warps: int = 4
-    pool_registers: int | None = None
+    pool_registers: int | None = 128
     pool_row_bytes: int = 128  # of a row of the table in one program; a power of two, at least 64
 
 

@@ -100,7 +100,7 @@ class BoundsCheck(NamedTuple):
     """What the look at the offsets found. Device tensors, see `fbtriton.bounds_check`."""
 
     repaired: Tensor  # [F * B + 1]; the offsets, repaired unless one is bad
-    bad: Tensor  # [chunks] int64; not 0 if an offset of the chunk is bad
+    bad: Tensor  # [chunks] int8; not 0 if an offset of the chunk is bad
     highest: Tensor  # [chunks] int64; the largest offset of the chunk, each kept in [0, N]
     sealed: Tensor  # [1] int64; not 0 if the report held a first bad id before this call
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import chunk_size, counted, repair_bags, report_bad_ids
+from fbtriton.bounds_check import any_bad_offset, chunk_size, counted, repair_bags, report_ids_of_bags
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
 from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
@@ -19,7 +19,6 @@ from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
     first_bag_of,
-    is_bad_id,
     load_checked_ids,
     tile_mask,
     write_stamp,
@@ -53,19 +52,14 @@ def sum_rows(
     weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """What each lane adds of its bag: the rows lane, lane + ROWS, ...; and whether one of its ids is bad.
-
-    begin, length, lane [R, 1] -> [R, BLOCK_D] fp32, [R, 1]
-    """
+    """What each lane adds of its bag: rows lane, lane + ROWS, ... begin, length, lane [R, 1] -> [R, BLOCK_D] fp32"""
     total = tl.zeros([lane.shape[0], BLOCK_D], tl.float32)
-    any_bad = lane < 0
     column = (first_column + tl.arange(0, BLOCK_D))[None, :]
     for step in range(0, tl.max(length), ROWS * UNROLL):
         for unrolled in tl.static_range(UNROLL):
             number = step + unrolled * ROWS + lane
             position = begin + number
             row, live, bad = load_checked_ids(bags.indices, position, number < length, table_rows)
-            any_bad = any_bad | bad
             pointer = weights_ptr + (table_offset + row.to(tl.int64) * DIM) + column
             mask = live
             if DIM % BLOCK_D != 0:
@@ -74,45 +68,42 @@ def sum_rows(
             if bags.sample_weights is not None:
                 tile *= tl.load(bags.sample_weights + position, mask=live, other=0.0)
             total += tile
-    return total, any_bad
+    return total
 
 
 @triton.jit
-def report_ids_of_bags(
-    report_ptr,
-    check,
-    indices_ptr,
-    feature,
-    table_rows,
-    sample,
-    begin,
-    length,
-    lane,
-    ROWS: tl.constexpr,
-    FATAL: tl.constexpr,
-):
-    """Go through the ids of the bags once more. Slow, for bags with a bad id. feature to lane [R, 1]"""
-    for step in range(0, tl.max(length), ROWS):
-        number = step + lane
-        row = tl.load(indices_ptr + begin + number, mask=number < length, other=-1).to(tl.int64)
-        bad = is_bad_id(row, table_rows)
-        if FATAL:
-            tl.device_assert(~bad, "an id is outside its table")
-        report_bad_ids(report_ptr, check, bad, begin + number, feature + tl.zeros_like(row), sample, row)
+def find_bad_ids(
+    offsets_ptr, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries,
+    BAGS: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Which ids of the program's bags are bad, of those IDS apart together. -> [BAGS, IDS]
+
+    Its loads are the first of the ids, so what it adds to a program is little more than instructions.
+    """
+    of_program = tl.arange(0, BAGS)[:, None]
+    bag, sample, feature, live = bags_of_program(
+        bags, bucket_features_ptr, of_program, first_bag, num_bags, batch_size, BAGS
+    )
+    begin, length = bag_bounds(offsets_ptr, bag, num_entries)
+    length = tl.where(live, length, 0)
+    table_rows = tl.load(features.rows + feature)
+    any_bad = tl.zeros([BAGS, IDS], tl.int1)
+    for step in range(0, tl.max(length), IDS):
+        number = step + tl.arange(0, IDS)[None, :]
+        row, takes_part, bad = load_checked_ids(bags.indices, begin + number, number < length, table_rows)
+        any_bad = any_bad | bad
+    return any_bad
 
 
 @triton.jit
 def store_bags(
-    out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
-    first_bag, num_bags, batch_size, num_columns,
+    out_ptr, total, offsets_ptr, bags, features, bucket_features_ptr, first_column,
+    first_bag, num_bags, batch_size, num_entries, num_columns,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
     OUTPUT_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add the lanes of each bag and store the sums or means. total [BAGS * ROWS, BLOCK_D]; length [BAGS * ROWS, 1]"""
+    """Add the lanes of each bag and store the sums or means. total [BAGS * ROWS, BLOCK_D]"""
     pooled = tl.sum(tl.reshape(total, (BAGS, ROWS, BLOCK_D)), axis=1)  # [BAGS, BLOCK_D]
-    if MEAN:
-        length = tl.max(tl.reshape(length, (BAGS, ROWS)), axis=1)
-        pooled *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
     bag, sample, feature, live = bags_of_program(
         bags, bucket_features_ptr, tl.arange(0, BAGS), first_bag, num_bags, batch_size, BAGS
     )
@@ -120,6 +111,9 @@ def store_bags(
         offset = sample * num_columns + tl.load(features.column + feature)
     else:
         offset = tl.load(bags.vbe.output_offsets + bag)
+    if MEAN:
+        _, length = bag_bounds(offsets_ptr, bag, num_entries)
+        pooled *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
     offset = tl.multiple_of(offset, [OUTPUT_ALIGNMENT])
     pointer = out_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
     tl.store(pointer, pooled.to(out_ptr.dtype.element_ty), mask=tile_mask(live, DIM, BLOCK_D, first_column))
@@ -132,10 +126,13 @@ def gather_kernel(
     first_bag, num_bags, batch_size, num_entries, num_columns, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
-    NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
+    NUM_HYPERPARAMETERS: tl.constexpr, IDS: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
     first_column = tl.program_id(1) * BLOCK_D
+    offsets_ptr = bags.offsets
+    if check is not None:
+        offsets_ptr = check.repaired
     # Two dimensions from the start, [R, 1], so that ids are loaded where the rows of the tile are wanted: converted
     # from one dimension they would go through shared memory in every step.
     row_of_tile = tl.arange(0, BAGS * ROWS)[:, None]
@@ -143,12 +140,7 @@ def gather_kernel(
     bag, sample, feature, live = bags_of_program(
         bags, bucket_features_ptr, row_of_tile // ROWS, first_bag, num_bags, batch_size, BAGS
     )
-    if check is None:
-        begin, length = bag_bounds(bags.offsets, bag, num_entries)
-    else:
-        # The repair goes through memory, not through values: those would bind the compiler to one layout.
-        repair_bags(check, report_ptr, bags.offsets, bag, live & (lane == 0) & (first_column == 0), num_entries, chunk)
-        begin, length = bag_bounds(check.repaired, bag, num_entries)
+    begin, length = bag_bounds(offsets_ptr, bag, num_entries)
     length = tl.where(live, length, 0)
     # Alignments are stated where the values are loaded: the compiler cannot see them, and a helper would lose them.
     if bags.vbe is None:
@@ -156,18 +148,38 @@ def gather_kernel(
     else:
         table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT, TABLE_ALIGNMENT])
     table_rows = tl.load(features.rows + feature)
-    total, any_bad = sum_rows(
+    if report_ptr is not None:
+        bad = find_bad_ids(
+            offsets_ptr, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries, BAGS, IDS
+        )
+    total = sum_rows(
         weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
     )
     if check is not None:
+        # After the sum, so that nothing waits for it; what it finds is rare, and is summed again.
+        bad_offset = any_bad_offset(check)
+        bad_id = False
         if report_ptr is not None:
-            if (first_column == 0) & (tl.max(any_bad.to(tl.int32)) > 0):
-                report_ids_of_bags(
-                    report_ptr, check, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL
-                )
+            bad_id = tl.max(bad.to(tl.int32)) > 0
+        if bad_offset | bad_id:
+            counted = live & (lane == 0) & (first_column == 0)
+            if bad_offset:
+                repair_bags(check, report_ptr, bags.offsets, bag, counted, num_entries, chunk)
+            begin, length = bag_bounds(check.repaired, bag, num_entries)
+            length = tl.where(live, length, 0)
+            if report_ptr is not None:
+                if first_column == 0:
+                    report_ids_of_bags(
+                        check, report_ptr, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL
+                    )
+            total = sum_rows(
+                weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column,
+                DIM, BLOCK_D, ROWS, UNROLL,
+            )  # fmt: skip
     store_bags(
-        out_ptr, total, length, bags, features, bucket_features_ptr, first_column,
-        first_bag, num_bags, batch_size, num_columns, DIM, BLOCK_D, BAGS, ROWS, MEAN, OUTPUT_ALIGNMENT,
+        out_ptr, total, offsets_ptr, bags, features, bucket_features_ptr, first_column,
+        first_bag, num_bags, batch_size, num_entries, num_columns,
+        DIM, BLOCK_D, BAGS, ROWS, MEAN, OUTPUT_ALIGNMENT,
     )  # fmt: skip
 
 
@@ -229,6 +241,7 @@ def gather(
             TABLE_ALIGNMENT=layout.table_alignment,
             OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
             NUM_HYPERPARAMETERS=hyperparameters.numel(),
+            IDS=max(8, 64 * config.num_warps // config.bags_per_program),
             FATAL=fatal,
             debug=fatal,
             **launch_options(config.num_warps, config.registers),

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import chunk_size, counted, repair_bags
+from fbtriton.bounds_check import any_bad_offset, chunk_size, counted, repair_bags, report_ids_of_bags
 from fbtriton.config import HistogramConfig, launch_options
-from fbtriton.forward.gather import report_ids_of_bags
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import bag_bounds, load_checked_ids, tile_mask, write_stamp
 
@@ -52,6 +51,22 @@ def count_bag(indices_ptr, begin, length, table_rows, first_row, IDS: tl.constex
     return counts, tl.max(any_bad.to(tl.int32)) > 0
 
 
+@triton.jit
+def count_bags(
+    counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries,
+    IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr,
+):  # fmt: skip
+    """Count one bag after the other and store the counts, kept at 255; whether an id is bad."""
+    any_bad = first < 0
+    for sample in range(first, tl.minimum(first + BAGS, batch_size)):
+        begin, length = bag_bounds(offsets_ptr, feature * batch_size + sample, num_entries)
+        counts, bad = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS)
+        any_bad = any_bad | bad
+        place = (number * batch_size + sample) * BINS + tl.arange(0, BINS)
+        tl.store(counts_ptr + place, tl.minimum(counts, COUNT_OVERFLOW).to(tl.uint8))
+    return any_bad
+
+
 @triton.jit(do_not_specialize=["batch_size", "num_entries", "chunk"])
 def count_kernel(
     counts_ptr, stamp_ptr, report_ptr, check,
@@ -59,31 +74,36 @@ def count_kernel(
     batch_size, num_entries, chunk,
     IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
-    """counts [features of the list, batch_size, BINS] uint8, kept at 255. One bag after the other."""
+    """counts [features of the list, batch_size, BINS] uint8."""
     write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
-    number, feature, samples = feature_and_samples(feature_list_ptr, batch_size, BAGS)
+    number, feature, sample = feature_and_samples(feature_list_ptr, batch_size, BAGS)
     offsets_ptr = bags.offsets
     if check is not None:
-        inside = samples < batch_size
-        bag = feature * batch_size + tl.where(inside, samples, 0)
-        repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
         offsets_ptr = check.repaired
     table_rows = tl.load(features.rows + feature)
-    first = tl.min(samples)
-    for sample in range(first, tl.minimum(first + BAGS, batch_size)):
-        begin, length = bag_bounds(offsets_ptr, feature * batch_size + sample, num_entries)
-        counts, any_bad = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS)
-        if check is not None:
+    first = tl.min(sample)
+    bad_id = count_bags(
+        counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
+    )
+    if check is not None:
+        bad_offset = any_bad_offset(check)
+        if bad_offset | bad_id:  # rare: report and repair, then count again
+            inside = sample < batch_size
+            sample = tl.where(inside, sample, 0)
+            bag = feature * batch_size + sample
+            if bad_offset:
+                repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
             if report_ptr is not None:
-                if any_bad:
-                    lane = tl.arange(0, IDS)[:, None]
-                    here = tl.zeros([IDS, 1], tl.int64)
-                    report_ids_of_bags(
-                        report_ptr, check, bags.indices, feature, table_rows, here + sample, here + begin,
-                        (here + length).to(tl.int32), lane, IDS, FATAL,
-                    )  # fmt: skip
-        place = (number * batch_size + sample) * BINS + tl.arange(0, BINS)
-        tl.store(counts_ptr + place, tl.minimum(counts, COUNT_OVERFLOW).to(tl.uint8))
+                begin, length = bag_bounds(check.repaired, bag, num_entries)
+                length = tl.where(inside, length, 0)
+                lane = tl.zeros_like(length)
+                report_ids_of_bags(
+                    check, report_ptr, bags.indices, feature, table_rows, sample, begin, length, lane, 1, FATAL
+                )
+            count_bags(
+                counts_ptr, check.repaired, bags, number, feature, table_rows, first, batch_size, num_entries,
+                IDS, BINS, BAGS,
+            )  # fmt: skip
 
 
 @triton.jit
