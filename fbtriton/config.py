@@ -87,6 +87,7 @@ class ForcedConfig:
     gather: GatherConfig | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
+    sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
 
 _forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())  # noqa: B039  (it is frozen)
@@ -136,6 +137,10 @@ def select_short_run(block_dim: int) -> ShortRunConfig:
 def select_long_run(block_dim: int) -> LongRunConfig:
     rows = max(1, min(16, 512 // block_dim))
     return _forced.get().long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+
+
+def select_sort() -> str | None:
+    return _forced.get().sort
 
 
 def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:
