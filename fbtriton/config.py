@@ -53,6 +53,16 @@ class GatherConfig:
 
 
 @dataclass(frozen=True)
+class LineariseConfig:
+    """A block of neighbouring entries a program."""
+
+    block: int = 1024
+    ways: int = 256  # offsets that are compared at once in the search for the block's bags
+    num_warps: int = 4
+    offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
+
+
+@dataclass(frozen=True)
 class ShortRunConfig:
     """Runs below the threshold: a tile of runs a step."""
 
@@ -85,6 +95,7 @@ class ForcedConfig:
 
     entry: EntryConfig | None = None
     gather: GatherConfig | None = None
+    linearise: LineariseConfig | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
@@ -127,6 +138,10 @@ def select_entry() -> EntryConfig:
 def select_gather(block_dim: int) -> GatherConfig:
     rows = max(1, min(32, 1024 // block_dim))
     return _forced.get().gather or GatherConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+
+
+def select_linearise() -> LineariseConfig:
+    return _forced.get().linearise or LineariseConfig()
 
 
 def select_short_run(block_dim: int) -> ShortRunConfig:

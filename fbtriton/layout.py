@@ -96,6 +96,14 @@ class Bags(NamedTuple):
     vbe: VbeLayout | None = None  # None = every feature has B samples
 
 
+class Entries(NamedTuple):
+    """Where each entry's gradient lies and what it is multiplied by; `fbtriton.backward.entries` has the forms."""
+
+    payload: Tensor  # [N] int32 | int64, what the sort carries
+    offsets: Tensor | None  # [N] int64, by entry
+    scales: Tensor | None  # [N] fp32, by entry
+
+
 class SortedRuns(NamedTuple):
     """The entries of a batch grouped by row. A run is all entries of one row.
 
@@ -113,8 +121,7 @@ class SortedRuns(NamedTuple):
     num_runs: Tensor  # [1] int32
     run_keys: Tensor  # [N] int32 | int64, ascending
     run_starts: Tensor  # [N + 1] int32
-    grad_offsets: Tensor  # [N] int32 | int64; first element of grad_output for each sorted entry
-    entry_scales: Tensor | None  # [N] fp32; factor of each sorted entry's gradient; None = 1
+    entries: Entries  # sorted
 
 
 class RunPieces(NamedTuple):

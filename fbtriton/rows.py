@@ -43,6 +43,26 @@ def upper_bound(sorted_ptr, size, value):
 
 
 @triton.jit
+def count_at_most(sorted_ptr, size, value, WAYS: tl.constexpr, LEVELS: tl.constexpr):
+    """`upper_bound` of one number by the whole program: WAYS probes at once, WAYS**LEVELS >= size. -> int32 scalar
+
+    Example, WAYS 2, value 4 in 0 1 1 3 4 4 7 9: probes 3 and 9 lead to the second half, 4 and 9 to its second half,
+    and as 7 and 9 are too large the answer is 6.
+    """
+    section = tl.arange(0, WAYS) + 1
+    low = tl.zeros([1], tl.int32)
+    length = low + size
+    for _ in tl.static_range(LEVELS):
+        step = (length + WAYS - 1) // WAYS
+        probe = low + section * step - 1  # [WAYS] the last number of each section
+        inside = probe < size
+        passed = inside & (tl.load(sorted_ptr + probe, mask=inside, other=0) <= value)
+        low += tl.sum(passed.to(tl.int32)) * step
+        length = step
+    return tl.sum(low)
+
+
+@triton.jit
 def bag_bounds(offsets_ptr, bag, num_entries):
     """First entry and length of a bag, kept inside the indices even where the offsets were not checked."""
     begin = tl.load(offsets_ptr + bag).to(tl.int64)
@@ -66,7 +86,7 @@ def bag_feature(bags, bag, batch_size):
 def output_offset(bags, features, bag, feature, batch_size, row_stride):
     """The bag's first element in the output or its gradient. bag, feature any shape, int64"""
     if bags.vbe is None:
-        offset = (bag % batch_size) * row_stride + tl.load(features.column + feature)
+        offset = (bag - feature * batch_size) * row_stride + tl.load(features.column + feature)
     else:
         offset = tl.load(bags.vbe.output_offsets + bag)
     return offset

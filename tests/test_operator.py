@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
-from fbtriton.config import EntryConfig, GatherConfig, LongRunConfig, ShortRunConfig, force_config
+from fbtriton.config import EntryConfig, GatherConfig, LineariseConfig, LongRunConfig, ShortRunConfig, force_config
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
 
 pytestmark = pytest.mark.interpreter
@@ -162,7 +162,11 @@ def cases(draw):
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_operator(case, seed, device):
-    with force_config(long_run=LongRunConfig(threshold=4, piece_length=6, rows_per_step=2)):
+    offset_bits = 32 if seed % 2 else 1
+    with force_config(
+        linearise=LineariseConfig(block=16, ways=4, offset_bits=offset_bits),
+        long_run=LongRunConfig(threshold=4, piece_length=6, rows_per_step=2),
+    ):
         check(case, device, seed)
 
 
@@ -251,9 +255,10 @@ def test_result_does_not_depend_on_the_grid(device):
     """Bitwise: fixed grids only hand out work."""
     case = Case(rows=(30, 5), dims=(12, 8), lengths=((20, 9), (30, 2)), hot=0.4, weights_dtype=torch.float16)
     results = []
-    for programs in (1, 3, 16):
+    for programs in (1, 4, 16):
         forced = force_config(
             entry=EntryConfig(block=16, bags_per_program=2, entries_per_bag=4, programs_per_multiprocessor=programs),
+            linearise=LineariseConfig(block=8 * programs, ways=4),
             short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, programs_per_multiprocessor=programs),
             long_run=LongRunConfig(threshold=4, piece_length=8, rows_per_step=2, programs_per_multiprocessor=programs),
         )

@@ -6,9 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fbtriton.backward.classify import classify, max_pieces
+from fbtriton.backward.entries import EntryForm
+from fbtriton.backward.linearise import linearise
 from fbtriton.backward.transpose import transpose
 from fbtriton.batch import BatchShape, place_bags
-from fbtriton.config import EntryConfig, force_config
+from fbtriton.config import EntryConfig, LineariseConfig, force_config
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.testing import make_batch
 
@@ -33,6 +35,21 @@ def expected_entries(spec, batch, batch_size):
     return sorted(entries)
 
 
+def expected_offsets(spec, entries, batch_size):
+    columns = spec.layout.columns
+    return [bag % batch_size * columns[-1] + columns[bag // batch_size] for _, _, bag, _ in entries]
+
+
+def read_entries(entries, form):
+    """Offsets and scales, as `fbtriton.backward.entries` lays them out."""
+    payload = entries.payload.long()
+    if entries.scales is not None:
+        return entries.offsets[payload], entries.scales[payload]
+    if form.scaled:
+        return (payload & 0xFFFFFFFF) * form.unit, (payload >> 32).int().view(torch.float32)
+    return (payload & 0xFFFFFFFF if entries.payload.dtype == torch.int32 else payload) * form.unit, None
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     feature_tables=st.permutations([0, 1, 2, 1]),
@@ -40,8 +57,9 @@ def expected_entries(spec, batch, batch_size):
     hot=st.sampled_from([0.0, 0.6]),
     mean=st.booleans(),
     padding=st.sampled_from([0, 5]),
+    offset_bits=st.sampled_from([32, 1]),
 )
-def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, device):
+def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, offset_bits, device):
     spec = make_spec((6, 3, 50), (8, 1, 8), feature_tables, "mean" if mean else "sum")
     layout, batch_size, threshold, piece = spec.layout, 3, 5, 8
     batch = make_batch(
@@ -58,15 +76,12 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
         return
     grad_output = torch.zeros(batch_size, layout.columns[-1], device=device)
     seed_and_step = torch.tensor([1, 41], device=device)
-    config = EntryConfig(block=8, bags_per_program=4, entries_per_bag=4, programs_per_multiprocessor=2)
-    with force_config(entry=config):
+    config = EntryConfig(block=8, programs_per_multiprocessor=2)
+    bags = Bags(batch.indices, batch.offsets, batch.sample_weights)
+    form = EntryForm(scaled=True, unit=1)
+    with force_config(entry=config, linearise=LineariseConfig(block=8, ways=4, offset_bits=offset_bits)):
         shape = BatchShape.of(batch.offsets, (), spec)
-        runs = transpose(
-            bags=Bags(batch.indices, batch.offsets, batch.sample_weights),
-            shape=shape,
-            grad_output=grad_output,
-            spec=spec,
-        )
+        runs = transpose(bags=bags, shape=shape, grad_output=grad_output, form=form, spec=spec)
         pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece, spec=spec)
     assert seed_and_step.tolist() == [1, 42]
     entries = expected_entries(spec, batch, batch_size)
@@ -76,13 +91,10 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
 
     starts = [next(i for i, entry in enumerate(entries) if entry[0] == key) for key in keys] + [len(entries)]
     assert runs.run_starts[: num_runs + 1].tolist() == starts
-    columns = [layout.columns[bag // batch_size] for _, _, bag, _ in entries]
-    rows = [bag % batch_size * layout.columns[-1] for _, _, bag, _ in entries]
-    assert runs.grad_offsets[: len(entries)].tolist() == [row + c for row, c in zip(rows, columns, strict=True)]
-    scales = torch.stack(
-        [batch.sample_weights[p] / (n if mean else 1) for _, p, _, n in entries] or [torch.tensor(0.0)]
-    )
-    assert torch.allclose(runs.entry_scales[: len(entries)], scales[: len(entries)], rtol=2**-22, atol=0)
+    offsets, scales = (values[: len(entries)] for values in read_entries(runs.entries, form))
+    assert offsets.tolist() == expected_offsets(spec, entries, batch_size)
+    expected = torch.tensor([float(batch.sample_weights[p]) / (n if mean else 1) for _, p, _, n in entries])
+    assert torch.allclose(scales.cpu(), expected, rtol=2**-22, atol=0)
 
     lengths_of_runs = [b - a for a, b in zip(starts, starts[1:], strict=False)]
     counts = [-(-n // piece) if n >= threshold else 0 for n in lengths_of_runs]
@@ -101,6 +113,43 @@ def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, dev
     assert pieces.state_rows[:num_runs].tolist() == [places[key][1] for key in keys]
     bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(3)]
     assert pieces.bucket_runs.tolist() == [sum(key < bound for key in keys) for bound in bounds]
+
+
+@pytest.mark.parametrize("offset_bits", [32, 2])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[[1] * 40, [0] * 40], [[0] * 39 + [90], [2] * 40], [[7] * 4, [5] * 4], [[0, 0, 0], [0, 0, 0]]],
+    ids=["one each", "one long bag", "blocks across bags", "all padding"],
+)
+def test_linearise(lengths, index_dtype, block, weighted, offset_bits, device):
+    spec = make_spec((30, 9), (8, 4), (1, 0))
+    batch_size = len(lengths[0])
+    batch = make_batch(
+        (9, 30), torch.tensor(lengths), seed=3, weighted=weighted, pruned=0.1, padding=6, index_dtype=index_dtype,
+        offset_dtype=index_dtype, device=device,
+    )  # fmt: skip
+    form = EntryForm(scaled=weighted, unit=4)
+    with force_config(linearise=LineariseConfig(block=block, ways=4, offset_bits=offset_bits)):
+        keys, entries = linearise(
+            bags=Bags(batch.indices, batch.offsets, batch.sample_weights),
+            shape=BatchShape.of(batch.offsets, (), spec),
+            grad_output=torch.zeros(batch_size, 12, device=device),
+            form=form,
+            spec=spec,
+        )
+    expected = expected_entries(spec, batch, batch_size)
+    by_position = {position: key for key, position, *_ in expected}
+    assert keys.tolist() == [by_position.get(i, spec.layout.no_key) for i in range(keys.numel())]
+    offsets, scales = read_entries(entries, form)
+    positions = [position for _, position, *_ in expected]
+    assert offsets[positions].tolist() == expected_offsets(spec, expected, batch_size)
+    if weighted:
+        assert torch.equal(scales[positions], batch.sample_weights[positions])
+    narrow = offset_bits == 32
+    assert entries.payload.dtype == (torch.int32 if weighted != narrow else torch.int64)
 
 
 def test_layout_example():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fbtriton import reference
 from fbtriton.backward.classify import classify, max_pieces
+from fbtriton.backward.linearise import entry_form
 from fbtriton.backward.long_run import apply, grad_accum
 from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
@@ -67,7 +68,8 @@ def backward(
 
     long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
     threshold, piece_length = long_runs[0].threshold, long_runs[0].piece_length
-    runs = transpose(bags=bags, shape=shape, grad_output=grad_output, spec=spec)
+    form = entry_form(bags, grad_alignments, spec)
+    runs = transpose(bags=bags, shape=shape, grad_output=grad_output, form=form, spec=spec)
     pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec)
     partials = grad_output.new_empty(
         max_pieces(bags.indices.numel(), threshold), max(spec.layout.dims), dtype=torch.float32
@@ -80,6 +82,7 @@ def backward(
             stamp=stamp,
             grad_output=grad_output,
             grad_alignment=grad_alignments[number],
+            form=form,
             runs=runs,
             pieces=pieces,
             bucket=bucket,
@@ -93,6 +96,7 @@ def backward(
             partials=partials,
             grad_output=grad_output,
             grad_alignment=grad_alignments[number],
+            form=form,
             runs=runs,
             pieces=pieces,
             bucket=bucket,

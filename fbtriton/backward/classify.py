@@ -68,7 +68,7 @@ def classify(
     layout = spec.layout
     device = seed_and_step.device
     on_device = layout.on_device(device)
-    num_entries = runs.grad_offsets.numel()
+    num_entries = runs.entries.payload.numel()
     bounds = len(layout.buckets) + 1
     pieces = RunPieces(
         weight_offsets=torch.empty(num_entries, dtype=torch.int64, device=device),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.entries import EntryForm
 from fbtriton.config import LongRunConfig, fixed_grid, target_of
 from fbtriton.layout import Bucket, OperatorSpec, RunPieces, SortedRuns
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -26,6 +27,7 @@ def bucket_pieces(pieces, bucket_runs_ptr):
 def grad_accum_kernel(
     partials_ptr, grad_ptr, runs, pieces, bucket_runs_ptr, partial_stride,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+    SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     begin, end = bucket_pieces(pieces, bucket_runs_ptr)
     part: tl.constexpr = PIECE // ROWS  # each lane sums that many neighbours
@@ -35,7 +37,9 @@ def grad_accum_kernel(
         run_end = tl.load(runs.run_starts + run + 1)
         start = run_start + (piece - tl.load(pieces.piece_starts + run)) * PIECE + tl.arange(0, ROWS) * part  # [ROWS]
         length = tl.minimum(tl.maximum(run_end - start, 0), part)
-        total = tl.sum(sum_gradients(grad_ptr, runs, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT), axis=0)
+        total = tl.sum(
+            sum_gradients(grad_ptr, runs.entries, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT, SCALED, UNIT), axis=0
+        )
         column = tl.arange(0, BLOCK_D)
         slot = piece + tl.zeros([1], tl.int64)  # wide before the product
         tl.store(partials_ptr + slot * partial_stride + column, total, mask=column < DIM)
@@ -72,7 +76,7 @@ def apply_kernel(
 
 
 def grad_accum(
-    *, partials: Tensor, grad_output: Tensor, grad_alignment: int, runs: SortedRuns, pieces: RunPieces,
+    *, partials: Tensor, grad_output: Tensor, grad_alignment: int, form: EntryForm, runs: SortedRuns, pieces: RunPieces,
     bucket: Bucket, bucket_number: int, config: LongRunConfig,
 ) -> None:  # fmt: skip
     """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece of one bucket."""
@@ -89,6 +93,8 @@ def grad_accum(
         ROWS=config.rows_per_step,
         PIECE=config.piece_length,
         GRAD_ALIGNMENT=grad_alignment,
+        SCALED=form.scaled,
+        UNIT=form.unit,
         num_warps=config.num_warps,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.entries import EntryForm
 from fbtriton.config import fixed_grid, select_short_run, target_of
 from fbtriton.layout import Bucket, OperatorSpec, RunPieces, SortedRuns
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -23,6 +24,7 @@ def short_run_kernel(
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, RUNS: tl.constexpr, THRESHOLD: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     end_run = tl.load(bucket_runs_ptr + 1)
     first_tile = tl.load(bucket_runs_ptr) + tl.program_id(0) * RUNS
@@ -38,7 +40,7 @@ def short_run_kernel(
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)
         state = LOAD_STATE(states, state_row, live)
         length = tl.where(live, length, 0)
-        grad = sum_gradients(grad_ptr, runs, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT)
+        grad = sum_gradients(grad_ptr, runs.entries, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT, SCALED, UNIT)
         update_rows(
             weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
             UPDATE, DIM, BLOCK_D, STOCHASTIC,
@@ -47,12 +49,13 @@ def short_run_kernel(
 
 def short_run(
     *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignment: int,
-    runs: SortedRuns, pieces: RunPieces, bucket: Bucket, bucket_number: int, threshold: int, spec: OperatorSpec,
+    form: EntryForm, runs: SortedRuns, pieces: RunPieces, bucket: Bucket, bucket_number: int, threshold: int,
+    spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of one bucket's short runs in place."""
     config = select_short_run(bucket.block_dim)
     optimizer = OPTIMIZERS[spec.optimizer]
-    tiles = triton.cdiv(runs.grad_offsets.numel(), config.runs_per_tile)
+    tiles = triton.cdiv(runs.entries.payload.numel(), config.runs_per_tile)
     short_run_kernel[fixed_grid(target_of(weights.device), config.programs_per_multiprocessor, tiles)](
         weights_ptr=weights,
         states=states,
@@ -69,6 +72,8 @@ def short_run(
         THRESHOLD=threshold,
         ROW_ALIGNMENT=bucket.row_alignment,
         GRAD_ALIGNMENT=grad_alignment,
+        SCALED=form.scaled,
+        UNIT=form.unit,
         STOCHASTIC=spec.stochastic_rounding,
         num_warps=config.num_warps,
     )
