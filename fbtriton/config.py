@@ -56,10 +56,19 @@ class GatherConfig:
 class LineariseConfig:
     """A block of neighbouring entries a program."""
 
-    block: int = 1024
+    block: int = 1024  # a multiple of RunsConfig.block
     ways: int = 256  # offsets that are compared at once in the search for the block's bags
-    num_warps: int = 4
+    num_warps: int = 8
     offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
+
+
+@dataclass(frozen=True)
+class RunsConfig:
+    """The passes over the sorted keys: neighbouring blocks of keys a program; and the tables of pieces."""
+
+    block: int = 512
+    num_warps: int = 8
+    programs_per_multiprocessor: int = 8
 
 
 @dataclass(frozen=True)
@@ -68,24 +77,27 @@ class ShortRunConfig:
 
     runs_per_tile: int
     num_warps: int
+    unroll: int = 1  # gradients of each run that are loaded before they are added
     programs_per_multiprocessor: int = 16
 
 
 @dataclass(frozen=True)
 class LongRunConfig:
-    """Long runs: pieces of fixed length, then the sum of their partial gradients."""
+    """Long runs: pieces of fixed length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
     piece_length: int = 64  # at least the threshold: it bounds the number of pieces by N / threshold
+    fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
+    unroll: int = 1  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
     programs_per_multiprocessor: int = 16
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step:
+        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:
             raise ValueError(
-                "LongRunConfig needs 1 <= threshold <= piece_length and piece_length a multiple of rows_per_step,"
-                f" got {self}"
+                "LongRunConfig needs 1 <= threshold <= piece_length, piece_length a multiple of rows_per_step and"
+                f" fan_in >= 2, got {self}"
             )
 
 
@@ -96,6 +108,7 @@ class ForcedConfig:
     entry: EntryConfig | None = None
     gather: GatherConfig | None = None
     linearise: LineariseConfig | None = None
+    runs: RunsConfig | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
@@ -142,6 +155,10 @@ def select_gather(block_dim: int) -> GatherConfig:
 
 def select_linearise() -> LineariseConfig:
     return _forced.get().linearise or LineariseConfig()
+
+
+def select_runs() -> RunsConfig:
+    return _forced.get().runs or RunsConfig()
 
 
 def select_short_run(block_dim: int) -> ShortRunConfig:

@@ -106,11 +106,14 @@ def bucket_bag(bags, bucket_features_ptr, number, first_number, batch_size):
 
 @triton.jit
 def load_ids(indices_ptr, position, live, table_rows):
-    """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]
+    """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]"""
+    return repair_ids(tl.load(indices_ptr + position, mask=live, other=-1), table_rows)
 
-    An id out of range means row 0; an id of -1 is pruned and takes no part.
-    """
-    row = tl.load(indices_ptr + position, mask=live, other=-1).to(tl.int64)
+
+@triton.jit
+def repair_ids(ids, table_rows):
+    """An id out of range means row 0; an id of -1 is pruned and takes no part. -> row int64, live"""
+    row = ids.to(tl.int64)
     live = (row != -1) & (table_rows > 0)
     return tl.where((row >= 0) & (row < table_rows), row, 0), live
 

@@ -20,17 +20,17 @@ from fbtriton.layout import Entries
 
 
 @triton.jit
-def store_entry(entries, position, grad_offset, scale, live, SCALED: tl.constexpr, UNIT: tl.constexpr):
-    """position, grad_offset (int64), scale (fp32), live: [K]"""
+def store_entry(entries, position, grad_offset, scale, SCALED: tl.constexpr, UNIT: tl.constexpr):
+    """position, grad_offset (int64), scale (fp32): [K]"""
     if entries.scales is not None:
-        tl.store(entries.payload + position, position, mask=live)
-        tl.store(entries.offsets + position, grad_offset, mask=live)
-        tl.store(entries.scales + position, scale, mask=live)
+        tl.store(entries.payload + position, position)
+        tl.store(entries.offsets + position, grad_offset)
+        tl.store(entries.scales + position, scale)
     else:
         word = grad_offset // UNIT
         if SCALED:
             word |= scale.to(tl.uint32, bitcast=True).to(tl.int64) << 32
-        tl.store(entries.payload + position, word.to(entries.payload.dtype.element_ty), mask=live)
+        tl.store(entries.payload + position, word.to(entries.payload.dtype.element_ty))
 
 
 @triton.jit
