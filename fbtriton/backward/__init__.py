@@ -95,8 +95,6 @@ def backward(
             threshold=long_run.threshold,
             spec=spec,
         )
-        if partials.shape[0] == 0:
-            continue
         grad_accum(
             partials=partials,
             grad_output=grad_output,
@@ -108,7 +106,8 @@ def backward(
             bucket_number=number,
             config=long_run,
         )
-        add_groups(partials=partials, tables=tables, bucket=bucket, bucket_number=number, config=long_run)
+    add_groups(partials=partials, tables=tables, block_dim=buckets[-1].block_dim, config=long_runs[-1])
+    for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
         apply(
             weights=weights,
             states=optimizer_states,

@@ -18,7 +18,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.runs import GROUPS, LONG_RUNS, PIECES, bucket_range
+from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range
 from fbtriton.config import LongRunConfig, fixed_grid, target_of
 from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -64,13 +64,12 @@ def grad_accum_kernel(
         store_slot(partials_ptr, piece, partial_stride, tl.sum(totals, axis=0, keep_dims=True), DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["bucket", "span"])
+@triton.jit(do_not_specialize=["num_buckets", "span"])
 def add_groups_kernel(
-    partials_ptr, groups, ranges_ptr, bucket, span, partial_stride,
+    partials_ptr, groups, ranges_ptr, num_buckets, span, partial_stride,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_range(ranges_ptr, bucket, GROUPS)
-    for group in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+    for group in range(tl.program_id(0), tl.load(ranges_ptr + num_buckets * KINDS + GROUPS), tl.num_programs(0)):
         number = tl.load(groups.numbers + group)
         left = tl.load(groups.pieces_left + group)
         slots = (left + number * FAN_IN + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
@@ -116,6 +115,8 @@ def grad_accum(
     tables: RunTables, bucket: Bucket, bucket_number: int, config: LongRunConfig,
 ) -> None:  # fmt: skip
     """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece of one bucket."""
+    if partials.shape[0] == 0:
+        return
     programs = config.programs_per_multiprocessor
     grad_accum_kernel[fixed_grid(target_of(grad_output.device), programs, partials.shape[0])](
         partials_ptr=partials,
@@ -137,23 +138,25 @@ def grad_accum(
     )
 
 
-def add_groups(
-    *, partials: Tensor, tables: RunTables, bucket: Bucket, bucket_number: int, config: LongRunConfig
-) -> None:
-    """All levels of the tree below the last, for one bucket: as many as a single run of all entries would need."""
+def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: LongRunConfig) -> None:
+    """All levels of the tree below the last, as many as a single run of all entries would need. Groups are few, so all
+    buckets take part in one launch, each in all columns; those past its dim are never read.
+
+    Args:
+        block_dim: `Bucket.block_dim` of the widest bucket.
+    """
     max_groups = tables.groups.numbers.numel()
     slots, span = partials.shape[0], 1
     while slots > config.fan_in and max_groups:
-        programs = config.programs_per_multiprocessor
-        add_groups_kernel[fixed_grid(target_of(partials.device), programs, max_groups)](
+        add_groups_kernel[fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups)](
             partials_ptr=partials,
             groups=tables.groups,
             ranges_ptr=tables.ranges,
-            bucket=bucket_number,
+            num_buckets=tables.ranges.numel() // 4 - 1,
             span=span,
             partial_stride=partials.stride(0),
-            DIM=bucket.dim,
-            BLOCK_D=bucket.block_dim,
+            DIM=partials.shape[1],
+            BLOCK_D=block_dim,
             ROWS=config.rows_per_step,
             FAN_IN=config.fan_in,
             num_warps=config.num_warps,
@@ -168,6 +171,8 @@ def apply(
     """Update the rows of one bucket's long runs in place."""
     optimizer = OPTIMIZERS[spec.optimizer]
     programs, max_long = config.programs_per_multiprocessor, tables.long_runs.runs.numel()
+    if max_long == 0:
+        return
     apply_kernel[fixed_grid(target_of(weights.device), programs, max_long)](
         weights_ptr=weights,
         states=states,
