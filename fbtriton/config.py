@@ -77,7 +77,7 @@ class ShortRunConfig:
 
     runs_per_tile: int
     num_warps: int
-    unroll: int = 1  # gradients of each run that are loaded before they are added
+    unroll: int = 2  # gradients of each run that are loaded before they are added
     programs_per_multiprocessor: int = 16
 
 
@@ -89,7 +89,7 @@ class LongRunConfig:
     piece_length: int = 64  # at least the threshold: it bounds the number of pieces by N / threshold
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
-    unroll: int = 1  # gradients of each lane that are loaded before they are added
+    unroll: int = 2  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
     programs_per_multiprocessor: int = 16
 
