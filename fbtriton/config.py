@@ -37,8 +37,6 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
-    bags_per_program: int = 32
-    entries_per_bag: int = 8  # of one step
     num_warps: int = 4
     programs_per_multiprocessor: int = 8
 
@@ -78,7 +76,7 @@ class ShortRunConfig:
     runs_per_tile: int
     num_warps: int
     unroll: int = 2  # gradients of each run that are loaded before they are added
-    programs_per_multiprocessor: int = 16
+    programs_per_multiprocessor: int = 64  # a multiprocessor holds 32 programs of one warp
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class LongRunConfig:
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
-    programs_per_multiprocessor: int = 16
+    programs_per_multiprocessor: int = 32
 
     def __post_init__(self) -> None:
         if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:

@@ -170,12 +170,14 @@ def cases(draw):
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_operator(case, seed, device):
-    offset_bits = 32 if seed % 2 else 1
+    offset_bits, unroll = (32 if seed % 2 else 1), 1 + seed % 3
     with force_config(
         linearise=LineariseConfig(block=16, ways=4, offset_bits=offset_bits),
         runs=RunsConfig(block=8, programs_per_multiprocessor=2),
-        short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, unroll=1 + seed % 3),
-        long_run=LongRunConfig(threshold=4, piece_length=6, fan_in=2, rows_per_step=2, unroll=1 + seed % 3),
+        short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, unroll=unroll, programs_per_multiprocessor=4),
+        long_run=LongRunConfig(
+            threshold=4, piece_length=6, fan_in=2, rows_per_step=2, unroll=unroll, programs_per_multiprocessor=2
+        ),
     ):
         check(case, device, seed)
 

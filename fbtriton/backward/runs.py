@@ -76,7 +76,7 @@ def count_runs_kernel(
     num_long = tl.zeros([BLOCK], tl.int32)
     num_pieces = tl.zeros([BLOCK], tl.int32)
     num_groups = tl.zeros([BLOCK], tl.int32)
-    for start in range(first, tl.minimum(first + slots_per_program, num_slots), BLOCK):
+    for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
         slot = start + tl.arange(0, BLOCK)  # [BLOCK]
         key, _, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
         num_runs += starts.to(tl.int32)
@@ -140,7 +140,7 @@ def write_runs_kernel(
     table = tl.full([1], 0, tl.int32)  # of the last key so far
     next_key = tl.full([1], -1, tl.int64)  # the first key behind that table
     first = tl.program_id(0) * slots_per_program
-    for start in range(first, tl.minimum(first + slots_per_program, num_slots), BLOCK):
+    for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
         slot = start + tl.arange(0, BLOCK)  # [BLOCK]
         key, previous, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
         run = numbered(first_run, starts.to(tl.int32))
