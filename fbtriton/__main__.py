@@ -15,6 +15,7 @@ import torch
 import fbtriton
 from fbtriton import tlx
 from fbtriton._triton import HAS_TRITON
+from fbtriton.backward.sort import describe_backend
 from fbtriton.config import INTERPRET
 from fbtriton.forward.routing import plan, plan_for_gpu
 from fbtriton.layout import OperatorSpec
@@ -82,7 +83,7 @@ def info() -> str:
         "TorchRec": _version("torchrec"),
         "GPU": _gpu(),
         "TLX": "available" if tlx.available() else "not available: it comes with Meta's Triton fork",
-        "sort": "torch.sort, the only backend so far",
+        "sort": describe_backend(device),
     }
     width = max(map(len, lines))
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())

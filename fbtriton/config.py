@@ -39,8 +39,6 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
-    bags_per_program: int = 32
-    entries_per_bag: int = 8  # of one step
     num_warps: int = 4
     programs_per_multiprocessor: int = 8
 
@@ -83,29 +81,51 @@ class SampleGradConfig:
 
 
 @dataclass(frozen=True)
+class LineariseConfig:
+    """A block of neighbouring entries a program."""
+
+    block: int = 1024  # a multiple of RunsConfig.block
+    ways: int = 256  # offsets that are compared at once in the search for the block's bags
+    num_warps: int = 8
+    offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
+
+
+@dataclass(frozen=True)
+class RunsConfig:
+    """The passes over the sorted keys: neighbouring blocks of keys a program; and the tables of pieces."""
+
+    block: int = 512
+    num_warps: int = 8
+    programs_per_multiprocessor: int = 8
+
+
+@dataclass(frozen=True)
 class ShortRunConfig:
     """Runs below the threshold: a tile of runs a step."""
 
     runs_per_tile: int
     num_warps: int
-    programs_per_multiprocessor: int = 16
+    unroll: int = 2  # gradients of each run that are loaded before they are added
+    programs_per_multiprocessor: int = 64  # a multiprocessor holds 32 programs of one warp
 
 
 @dataclass(frozen=True)
 class LongRunConfig:
-    """Long runs: pieces of fixed length, then the sum of their partial gradients."""
+    """Long runs: pieces of fixed length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
     piece_length: int = 64  # at least the threshold: it bounds the number of pieces by N / threshold
+    fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
+    unroll: int = 2  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
-    programs_per_multiprocessor: int = 16
+    programs_per_multiprocessor: int = 32
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step:
+        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:
             raise ValueError(
-                "LongRunConfig needs 1 <= threshold <= piece_length and piece_length a multiple of rows_per_step,"
-                f" got {self}"
+                "LongRunConfig needs 1 <= threshold <= piece_length, piece_length a multiple of rows_per_step and"
+                f" fan_in >= 2, got {self}"
             )
 
 
@@ -165,8 +185,11 @@ class ForcedConfig:
     entry: EntryConfig | None = None
     gather: GatherConfig | Mapping[int, GatherConfig] | None = None
     histogram: HistogramConfig | None = None
+    linearise: LineariseConfig | None = None
+    runs: RunsConfig | None = None
     short_run: ShortRunConfig | None = None
     long_run: LongRunConfig | None = None
+    sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
 
 _forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())  # noqa: B039  (it is frozen)
@@ -235,6 +258,14 @@ def select_sample_grad(block_dim: int) -> SampleGradConfig:
     return SampleGradConfig(rows_per_step=max(1, min(32, 1024 // block_dim)), num_warps=_warps_for(block_dim))
 
 
+def select_linearise() -> LineariseConfig:
+    return _forced.get().linearise or LineariseConfig()
+
+
+def select_runs() -> RunsConfig:
+    return _forced.get().runs or RunsConfig()
+
+
 def select_short_run(block_dim: int) -> ShortRunConfig:
     runs = max(1, min(32, 512 // block_dim))
     return _forced.get().short_run or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
@@ -251,6 +282,10 @@ def launch_options(num_warps: int, registers: int | None = None) -> dict[str, in
     if registers is not None and backend.get() == "cuda":
         options["maxnreg"] = registers
     return options
+
+
+def select_sort() -> str | None:
+    return _forced.get().sort
 
 
 def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:

@@ -105,41 +105,70 @@ class BoundsCheck(NamedTuple):
     sealed: Tensor  # [1] int64; not 0 if the report held a first bad id before this call
 
 
-class SortedRuns(NamedTuple):
-    """The entries of a batch grouped by row. A run is all entries of one row.
+class Entries(NamedTuple):
+    """Where each entry's gradient lies and what it is multiplied by; `fbtriton.backward.entries` has the forms."""
 
-    Example, keys of the entries [7, 2, 7, 9, 2], every bag one entry:
+    payload: Tensor  # [N] int32 | int64, what the sort carries
+    offsets: Tensor | None  # [N] int64, by entry
+    scales: Tensor | None  # [N] fp32, by entry
 
-        sorted keys        2 2 7 7 9      order of the entries 1 4 0 2 3
-        num_runs           3
-        run_keys           2, 7, 9        rows in bucket-major order
+
+class Runs(NamedTuple):
+    """The sorted entries grouped by row. A run is all entries of one row.
+
+    Example, keys of the entries [7, 2, 7, 9, 2] and three slots of padding, no_key 10, one table of 10 rows of dim 4:
+
+        sorted keys        2 2 7 7 9 10 10 10
         run_starts         0, 2, 4, 5     run r owns the sorted entries run_starts[r]:run_starts[r + 1]
+        weight_offsets     8, 28, 36
+        state_rows         2, 7, 9
 
-    Entries that train nothing (pruned ids, padding) have the largest key and belong to no run.
-    Arrays are sized for N runs; what lies past num_runs is undefined.
+    Entries that train nothing have the largest key and belong to no run. What lies past the last run is undefined.
     """
 
-    num_runs: Tensor  # [1] int32
-    run_keys: Tensor  # [N] int32 | int64, ascending
-    run_starts: Tensor  # [N + 1] int32
-    grad_offsets: Tensor  # [N] int32 | int64; first element of grad_output for each sorted entry
-    entry_scales: Tensor | None  # [N] fp32; factor of each sorted entry's gradient; None = 1
+    run_starts: Tensor  # [R + 1] int32
+    weight_offsets: Tensor  # [R] int64; first element of the run's row in the flat weights
+    state_rows: Tensor  # [R] int64; the run's row in row-wise optimizer state
 
 
-class RunPieces(NamedTuple):
-    """Where each run's row lies, and how long runs are cut into pieces of equal length.
+class LongRuns(NamedTuple):
+    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
 
-    Runs of at least the threshold are long. Example, threshold 3, pieces of 4, runs of 2, 9 and 3 entries:
+    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 9, 1 and 3 entries; run 1 has 3 pieces:
 
-        piece_starts   0, 0, 3, 4         run r owns the pieces piece_starts[r]:piece_starts[r + 1]
-        piece_runs     1, 1, 1, 2
+        runs            1, 3
+        first_pieces    0, 3
+        first_groups    0, 2              run 3 has a single piece, so no groups
     """
 
-    weight_offsets: Tensor  # [N] int64; first element of the run's row in the flat weights
-    state_rows: Tensor  # [N] int64; the run's row in row-wise optimizer state
-    piece_starts: Tensor  # [N + 1] int32
-    piece_runs: Tensor  # [max_pieces] int32
-    bucket_runs: Tensor  # [buckets + 1] int32; bucket b owns the runs bucket_runs[b]:bucket_runs[b + 1]
+    runs: Tensor  # [L] int32
+    first_pieces: Tensor  # [L] int32
+    first_groups: Tensor  # [L] int32
+
+
+class Pieces(NamedTuple):
+    """The pieces of all long runs, run by run; those of the example above: [2, 6), [6, 10), [10, 11), [12, 15)"""
+
+    starts: Tensor  # [P] int32; the piece owns the sorted entries starts[p]:ends[p]
+    ends: Tensor  # [P] int32
+
+
+class Groups(NamedTuple):
+    """The groups of all runs that have more pieces than one group; in the example the two of run 1."""
+
+    first_pieces: Tensor  # [G] int32; 0, 2
+    pieces_left: Tensor  # [G] int32; pieces from there to the end of the run: 3, 1
+    numbers: Tensor  # [G] int32; position among the groups of the run: 0, 1
+
+
+class RunTables(NamedTuple):
+    """What the kernels that work on rows read. Bucket b owns the range ranges[b]:ranges[b + 1] of each table."""
+
+    runs: Runs
+    long_runs: LongRuns
+    pieces: Pieces
+    groups: Groups
+    ranges: Tensor  # [(buckets + 1) * 4] int32; runs, long runs, pieces and groups of all earlier buckets
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,26 @@ def upper_bound(sorted_ptr, size, value):
 
 
 @triton.jit
+def count_at_most(sorted_ptr, size, value, WAYS: tl.constexpr, LEVELS: tl.constexpr):
+    """`upper_bound` of one number by the whole program: WAYS probes at once, WAYS**LEVELS >= size. -> int32 scalar
+
+    Example, WAYS 2, value 4 in 0 1 1 3 4 4 7 9: probes 3 and 9 lead to the second half, 4 and 9 to its second half,
+    and as 7 and 9 are too large the answer is 6.
+    """
+    section = tl.arange(0, WAYS) + 1
+    low = tl.zeros([1], tl.int32)
+    length = low + size
+    for _ in tl.static_range(LEVELS):
+        step = (length + WAYS - 1) // WAYS
+        probe = low + section * step - 1  # [WAYS] the last number of each section
+        inside = probe < size
+        passed = inside & (tl.load(sorted_ptr + probe, mask=inside, other=0) <= value)
+        low += tl.sum(passed.to(tl.int32)) * step
+        length = step
+    return tl.sum(low)
+
+
+@triton.jit
 def bag_bounds(offsets_ptr, bag, num_entries):
     """First entry and length of a bag, kept inside the indices even where the offsets were not checked."""
     begin = tl.load(offsets_ptr + bag).to(tl.int64)
@@ -69,7 +89,7 @@ def bag_feature(bags, bag, batch_size):
 def output_offset(bags, features, bag, feature, batch_size, row_stride):
     """The bag's first element in the output or its gradient. bag, feature any shape, int64"""
     if bags.vbe is None:
-        offset = (bag % batch_size) * row_stride + tl.load(features.column + feature)
+        offset = (bag - feature * batch_size) * row_stride + tl.load(features.column + feature)
     else:
         offset = tl.load(bags.vbe.output_offsets + bag)
     return offset
@@ -103,25 +123,32 @@ def is_bad_id(row, table_rows):
 
 
 @triton.jit
+def repair_and_check_ids(ids, table_rows):
+    """`repair_ids` with rows of the dtype of the ids, and whether each id is out of range. Any shape."""
+    if ids.dtype == tl.int32:  # one unsigned comparison finds negative and large ids
+        valid = ids.to(tl.uint32, bitcast=True) < tl.minimum(table_rows, 1 << 31).to(tl.uint32)
+    else:
+        valid = ids.to(tl.uint64, bitcast=True) < table_rows.to(tl.uint64, bitcast=True)
+    takes_part = (ids != -1) & (table_rows > 0)
+    return tl.where(valid, ids, 0), takes_part, ~valid & (ids != -1)
+
+
+@triton.jit
 def load_checked_ids(indices_ptr, position, live, table_rows):
     """`load_ids` with rows of the dtype of the indices, and whether each id is out of range. Any shape."""
-    row = tl.load(indices_ptr + position, mask=live, other=-1)
-    if row.dtype == tl.int32:  # one unsigned comparison finds negative and large ids
-        valid = row.to(tl.uint32, bitcast=True) < tl.minimum(table_rows, 1 << 31).to(tl.uint32)
-    else:
-        valid = row.to(tl.uint64, bitcast=True) < table_rows.to(tl.uint64, bitcast=True)
-    bad = ~valid & (row != -1)
-    live = (row != -1) & (table_rows > 0)
-    return tl.where(valid, row, 0), live, bad
+    return repair_and_check_ids(tl.load(indices_ptr + position, mask=live, other=-1), table_rows)
 
 
 @triton.jit
 def load_ids(indices_ptr, position, live, table_rows):
-    """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]
+    """The row of each entry and whether it takes part. position, live [K] -> row [K] int64, live [K]"""
+    return repair_ids(tl.load(indices_ptr + position, mask=live, other=-1), table_rows)
 
-    An id out of range means row 0; an id of -1 is pruned and takes no part.
-    """
-    row, live, _ = load_checked_ids(indices_ptr, position, live, table_rows)
+
+@triton.jit
+def repair_ids(ids, table_rows):
+    """An id out of range means row 0; an id of -1 is pruned and takes no part. -> row int64, live"""
+    row, live, bad = repair_and_check_ids(ids, table_rows)
     return row.to(tl.int64), live
 
 

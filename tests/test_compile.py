@@ -61,8 +61,9 @@ def compile_variant(variant, backend, arch):
         device="cpu",
     )
     num_bags = 2 * (len(variant.dims) + 1)
-    offsets = torch.arange(num_bags + 1, dtype=variant.offset_dtype) * 40
-    indices = torch.zeros(40 * num_bags, dtype=variant.index_dtype)
+    length = 2000  # so many entries that long runs could need a level of the tree
+    offsets = torch.arange(num_bags + 1, dtype=variant.offset_dtype) * length
+    indices = torch.zeros(length * num_bags, dtype=variant.index_dtype)
     weights = torch.rand(indices.numel(), requires_grad=True) if variant.weighted else None
     with compile_only(backend, arch) as kernels:
         batch_sizes = [[2]] * (len(variant.dims) + 1) if variant.vbe else None
@@ -90,8 +91,8 @@ def dim_of(kernel):
 
 STAGES = {
     "check_offsets_kernel", "gather_kernel",
-    "linearise_kernel", "write_runs_kernel", "describe_runs_kernel", "expand_pieces_kernel",
-    "short_run_kernel", "grad_accum_kernel", "apply_kernel",
+    "linearise_kernel", "count_runs_kernel", "write_runs_kernel", "expand_kernel",
+    "short_run_kernel", "grad_accum_kernel", "add_groups_kernel", "apply_kernel",
 }  # fmt: skip
 
 

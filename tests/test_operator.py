@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 from fbtriton.batch import Segments, place_bags, reference_placement, segments_of
-from fbtriton.config import EntryConfig, GatherConfig, HistogramConfig, LongRunConfig, ShortRunConfig, force_config
+from fbtriton.config import (
+    EntryConfig,
+    GatherConfig,
+    HistogramConfig,
+    LineariseConfig,
+    LongRunConfig,
+    RunsConfig,
+    ShortRunConfig,
+    force_config,
+)
 from fbtriton.forward.routing import histogram_features, plan
 from fbtriton.layout import VbeLayout
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
@@ -168,7 +177,15 @@ def cases(draw):
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_operator(case, seed, device):
-    with force_config(long_run=LongRunConfig(threshold=4, piece_length=6, rows_per_step=2)):
+    offset_bits, unroll = (32 if seed % 2 else 1), 1 + seed % 3
+    with force_config(
+        linearise=LineariseConfig(block=16, ways=4, offset_bits=offset_bits),
+        runs=RunsConfig(block=8, programs_per_multiprocessor=2),
+        short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, unroll=unroll, programs_per_multiprocessor=4),
+        long_run=LongRunConfig(
+            threshold=4, piece_length=6, fan_in=2, rows_per_step=2, unroll=unroll, programs_per_multiprocessor=2
+        ),
+    ):
         check(case, device, seed)
 
 
@@ -291,13 +308,27 @@ def test_everything_long(device):
         check(Case(weighted=True, pooling="mean", hot=0.5), device)
 
 
+@pytest.mark.parametrize("fan_in", [2, 3, 64])
+def test_levels_of_the_tree(fan_in, device):
+    """Runs of 1 to 50 pieces in two buckets: with fan-in 2, up to five levels below the last."""
+    case = Case(rows=(2, 4), dims=(8, 12), lengths=((100,), (37,)), hot=0.9)
+    with force_config(long_run=LongRunConfig(threshold=2, piece_length=2, fan_in=fan_in, rows_per_step=2)):
+        check(case, device)
+
+
+def test_everything_pruned(device):
+    check(Case(pruned=1.0, weighted=True, sample_grad=True), device)
+
+
 def test_result_does_not_depend_on_the_grid(device):
     """Bitwise: fixed grids only hand out work."""
     case = Case(rows=(30, 5), dims=(12, 8), lengths=((20, 9), (30, 2)), hot=0.4, weights_dtype=torch.float16)
     results = []
-    for programs in (1, 3, 16):
+    for programs in (1, 4, 16):
         forced = force_config(
-            entry=EntryConfig(block=16, bags_per_program=2, entries_per_bag=4, programs_per_multiprocessor=programs),
+            entry=EntryConfig(block=16, programs_per_multiprocessor=programs),
+            linearise=LineariseConfig(block=8 * programs, ways=4),
+            runs=RunsConfig(block=8, programs_per_multiprocessor=programs),
             short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, programs_per_multiprocessor=programs),
             long_run=LongRunConfig(threshold=4, piece_length=8, rows_per_step=2, programs_per_multiprocessor=programs),
         )

@@ -1,14 +1,19 @@
 """The integers between the kernels: keys, runs, pieces and buckets, exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fbtriton.backward.classify import classify, max_pieces
-from fbtriton.backward.transpose import transpose
+from fbtriton.backward.entries import EntryForm
+from fbtriton.backward.linearise import linearise
+from fbtriton.backward.pieces import expand
+from fbtriton.backward.runs import find_runs, table_sizes
+from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape, place_bags
-from fbtriton.config import EntryConfig, force_config
+from fbtriton.config import LineariseConfig, LongRunConfig, RunsConfig, force_config
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.testing import make_batch
 
@@ -27,80 +32,188 @@ def expected_entries(spec, batch, batch_size):
         table = spec.feature_tables[bag // batch_size]
         for position in range(offsets[bag], offsets[bag + 1]):
             row = int(batch.indices[position])
-            if row != -1:
+            if row != -1 and layout.rows[table]:
                 row = row if 0 <= row < layout.rows[table] else 0
                 entries.append((layout.key_bases[table] + row, position, bag, offsets[bag + 1] - offsets[bag]))
     return sorted(entries)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def expected_offsets(spec, entries, batch_size):
+    columns = spec.layout.columns
+    return [bag % batch_size * columns[-1] + columns[bag // batch_size] for _, _, bag, _ in entries]
+
+
+def read_entries(entries, form):
+    """Offsets and scales, as `fbtriton.backward.entries` lays them out."""
+    payload = entries.payload.long()
+    if entries.scales is not None:
+        return entries.offsets[payload], entries.scales[payload]
+    if form.scaled:
+        return (payload & 0xFFFFFFFF) * form.unit, (payload >> 32).int().view(torch.float32)
+    return (payload & 0xFFFFFFFF if entries.payload.dtype == torch.int32 else payload) * form.unit, None
+
+
+def find(spec, batch, long_run, device, runs=None, linearise_config=None, form=None):
+    """Everything up to the tables of pieces."""
+    form = form or EntryForm(scaled=batch.sample_weights is not None or spec.mean, unit=1)
+    batch_size = (batch.offsets.numel() - 1) // len(spec.feature_tables)
+    seed_and_step = torch.tensor([1, 41], device=device)
+    runs = runs or RunsConfig(block=8, programs_per_multiprocessor=2)
+    with force_config(runs=runs, linearise=linearise_config or LineariseConfig(block=16, ways=4)):
+        keys, entries = linearise(
+            bags=Bags(batch.indices, batch.offsets, batch.sample_weights),
+            shape=BatchShape.of(batch.offsets, (), spec),
+            grad_output=torch.zeros(batch_size, spec.layout.columns[-1], device=device),
+            form=form,
+            spec=spec,
+        )
+        keys, payload = sort_pairs(keys, entries.payload, spec.layout.no_key.bit_length())
+        tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_run, spec=spec)
+        expand(tables=tables, long_run=long_run)
+    assert seed_and_step.tolist() == [1, 42]
+    return keys, entries._replace(payload=payload), tables
+
+
+def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
+    """Against plain Python, from the sorted keys of the entries that train."""
+    layout = spec.layout
+    keys = sorted(set(keys_of_entries))
+    starts = [keys_of_entries.index(key) for key in keys] + [len(keys_of_entries)]
+    places = {}
+    for table, (rows, dim) in enumerate(spec.tables):
+        for row in range(rows):
+            offset = layout.weight_offsets[table] + row * dim
+            places[layout.key_bases[table] + row] = (offset, layout.state_bases[table] + row)
+    runs = tables.runs
+    assert runs.run_starts[: len(starts)].tolist() == starts
+    assert runs.weight_offsets[: len(keys)].tolist() == [places[key][0] for key in keys]
+    assert runs.state_rows[: len(keys)].tolist() == [places[key][1] for key in keys]
+
+    long_runs, pieces, groups, before = [], [], [], []  # before: long runs, pieces and groups before each run
+    for run in range(len(keys)):
+        before.append((run, len(long_runs), len(pieces), len(groups)))
+        if starts[run + 1] - starts[run] < long_run.threshold:
+            continue
+        long_runs.append((run, len(pieces), len(groups)))
+        cuts = range(starts[run], starts[run + 1], long_run.piece_length)
+        if len(cuts) > long_run.fan_in:
+            firsts = range(0, len(cuts), long_run.fan_in)
+            groups += [(len(pieces) + first, len(cuts) - first, number) for number, first in enumerate(firsts)]
+        pieces += [(cut, min(cut + long_run.piece_length, starts[run + 1])) for cut in cuts]
+    before.append((len(keys), len(long_runs), len(pieces), len(groups)))
+    for table, expected in ((tables.long_runs, long_runs), (tables.pieces, pieces), (tables.groups, groups)):
+        columns = [column[: len(expected)].tolist() for column in table]
+        assert list(zip(*columns, strict=True)) == expected
+    sizes = table_sizes(num_slots, layout.no_key, long_run)
+    for name, expected in (("runs", keys), ("long_runs", long_runs), ("pieces", pieces), ("groups", groups)):
+        assert len(expected) <= sizes[name]
+
+    bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(len(layout.buckets) + 1)]
+    ranges = [before[sum(key < bound for key in keys)] for bound in bounds]
+    assert tables.ranges.view(-1, 4).tolist() == [list(each) for each in ranges]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     feature_tables=st.permutations([0, 1, 2, 1]),
     lengths=st.lists(st.lists(st.integers(0, 12), min_size=3, max_size=3), min_size=4, max_size=4),
+    rows=st.sampled_from([(6, 3, 50), (1, 1, 1), (0, 2, 4)]),
     hot=st.sampled_from([0.0, 0.6]),
+    pruned=st.sampled_from([0.0, 0.2, 1.0]),
     mean=st.booleans(),
     padding=st.sampled_from([0, 5]),
+    offset_bits=st.sampled_from([32, 1]),
+    long_run=st.sampled_from(
+        [
+            LongRunConfig(threshold=5, piece_length=8, fan_in=2, rows_per_step=1),
+            LongRunConfig(threshold=1, piece_length=1, fan_in=3, rows_per_step=1),
+            LongRunConfig(threshold=3, piece_length=3, fan_in=64, rows_per_step=1),
+        ]
+    ),
 )
-def test_transpose_and_classify(feature_tables, lengths, hot, mean, padding, device):
-    spec = make_spec((6, 3, 50), (8, 1, 8), feature_tables, "mean" if mean else "sum")
-    layout, batch_size, threshold, piece = spec.layout, 3, 5, 8
+def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offset_bits, long_run, device):
+    spec = make_spec(rows, (8, 1, 8), feature_tables, "mean" if mean else "sum")
     batch = make_batch(
-        [layout.rows[table] for table in feature_tables],
+        [max(1, rows[table]) for table in feature_tables],
         torch.tensor(lengths),
         seed=7,
         weighted=True,
-        pruned=0.2,
+        pruned=pruned,
         hot=hot,
         padding=padding,
         device=device,
     )
     if batch.indices.numel() == 0:
         return
-    grad_output = torch.zeros(batch_size, layout.columns[-1], device=device)
-    seed_and_step = torch.tensor([1, 41], device=device)
-    config = EntryConfig(block=8, bags_per_program=4, entries_per_bag=4, programs_per_multiprocessor=2)
-    with force_config(entry=config):
-        shape = BatchShape.of(batch.offsets, (), spec)
-        runs = transpose(
+    form = EntryForm(scaled=True, unit=1)
+    config = LineariseConfig(block=16, ways=4, offset_bits=offset_bits)
+    keys, entries, tables = find(spec, batch, long_run, device, linearise_config=config, form=form)
+    expected = expected_entries(spec, batch, 3)
+    assert keys[: len(expected)].tolist() == [key for key, *_ in expected]
+    offsets, scales = (values[: len(expected)] for values in read_entries(entries, form))
+    assert offsets.tolist() == expected_offsets(spec, expected, 3)
+    factors = torch.tensor([float(batch.sample_weights[p]) / (n if mean else 1) for _, p, _, n in expected])
+    assert torch.allclose(scales.cpu(), factors, rtol=2**-22, atol=0)
+    check_tables(tables, [key for key, *_ in expected], keys.numel(), long_run, spec)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize(
+    "run_lengths",
+    [[64], [63, 1], [1] * 63, [4, 3, 5, 8, 9, 16, 17], [7, 8, 8, 8, 9, 24], [33, 31], [2, 40, 2, 40]],
+    ids=lambda lengths: "-".join(map(str, lengths[:8])),
+)
+def test_runs_across_blocks_and_programs(run_lengths, programs, device):
+    """Blocks of 8 keys: runs that end with a block, that fill blocks, and one of all entries; two buckets."""
+    long_run = LongRunConfig(threshold=4, piece_length=8, fan_in=2, rows_per_step=1)
+    spec = make_spec((40, 40), (4, 8), (0, 1))
+    ids = torch.repeat_interleave(torch.arange(len(run_lengths)), torch.tensor(run_lengths))
+    half = len(run_lengths) // 2
+    first = int(sum(run_lengths[:half]))
+    batch = make_batch((40, 40), torch.tensor([[first], [len(ids) - first]]), seed=0, device=device)
+    batch = replace(batch, indices=ids.to(device))
+    runs = RunsConfig(block=8, programs_per_multiprocessor=programs)
+    keys, _, tables = find(spec, batch, long_run, device, runs=runs)
+    expected = [key for key, *_ in expected_entries(spec, batch, 1)]
+    check_tables(tables, expected, keys.numel(), long_run, spec)
+
+
+@pytest.mark.parametrize("offset_bits", [32, 2])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[[1] * 40, [0] * 40], [[0] * 39 + [90], [2] * 40], [[7] * 4, [5] * 4], [[0, 0, 0], [0, 0, 0]]],
+    ids=["one each", "one long bag", "blocks across bags", "all padding"],
+)
+def test_linearise(lengths, index_dtype, block, weighted, offset_bits, device):
+    spec = make_spec((30, 9), (8, 4), (1, 0))
+    batch_size = len(lengths[0])
+    batch = make_batch(
+        (9, 30), torch.tensor(lengths), seed=3, weighted=weighted, pruned=0.1, padding=6, index_dtype=index_dtype,
+        offset_dtype=index_dtype, device=device,
+    )  # fmt: skip
+    form = EntryForm(scaled=weighted, unit=4)
+    with force_config(linearise=LineariseConfig(block=block, ways=4, offset_bits=offset_bits)):
+        keys, entries = linearise(
             bags=Bags(batch.indices, batch.offsets, batch.sample_weights),
-            shape=shape,
-            grad_output=grad_output,
+            shape=BatchShape.of(batch.offsets, (), spec),
+            grad_output=torch.zeros(batch_size, 12, device=device),
+            form=form,
             spec=spec,
         )
-        pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece, spec=spec)
-    assert seed_and_step.tolist() == [1, 42]
-    entries = expected_entries(spec, batch, batch_size)
-    keys = sorted({entry[0] for entry in entries})
-    num_runs = int(runs.num_runs)
-    assert runs.run_keys[:num_runs].tolist() == keys
-
-    starts = [next(i for i, entry in enumerate(entries) if entry[0] == key) for key in keys] + [len(entries)]
-    assert runs.run_starts[: num_runs + 1].tolist() == starts
-    columns = [layout.columns[bag // batch_size] for _, _, bag, _ in entries]
-    rows = [bag % batch_size * layout.columns[-1] for _, _, bag, _ in entries]
-    assert runs.grad_offsets[: len(entries)].tolist() == [row + c for row, c in zip(rows, columns, strict=True)]
-    scales = torch.stack(
-        [batch.sample_weights[p] / (n if mean else 1) for _, p, _, n in entries] or [torch.tensor(0.0)]
-    )
-    assert torch.allclose(runs.entry_scales[: len(entries)], scales[: len(entries)], rtol=2**-22, atol=0)
-
-    lengths_of_runs = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    counts = [-(-n // piece) if n >= threshold else 0 for n in lengths_of_runs]
-    assert sum(counts) <= max_pieces(batch.indices.numel(), threshold)
-    if max_pieces(batch.indices.numel(), threshold):
-        assert pieces.piece_starts[: num_runs + 1].diff().tolist() == counts
-        owners = [run for run, count in enumerate(counts) for _ in range(count)]
-        assert pieces.piece_runs[: len(owners)].tolist() == owners
-
-    places = {}
-    for table in range(3):
-        for row in range(layout.rows[table]):
-            offset = layout.weight_offsets[table] + row * layout.dims[table]
-            places[layout.key_bases[table] + row] = (offset, layout.state_bases[table] + row)
-    assert pieces.weight_offsets[:num_runs].tolist() == [places[key][0] for key in keys]
-    assert pieces.state_rows[:num_runs].tolist() == [places[key][1] for key in keys]
-    bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(3)]
-    assert pieces.bucket_runs.tolist() == [sum(key < bound for key in keys) for bound in bounds]
+    expected = expected_entries(spec, batch, batch_size)
+    by_position = {position: key for key, position, *_ in expected}
+    assert keys.tolist() == [by_position.get(i, spec.layout.no_key) for i in range(keys.numel())]
+    assert keys.numel() % block == 0 and keys.numel() > batch.indices.numel()
+    offsets, scales = read_entries(entries, form)
+    positions = [position for _, position, *_ in expected]
+    assert offsets[positions].tolist() == expected_offsets(spec, expected, batch_size)
+    if weighted:
+        assert torch.equal(scales[positions], batch.sample_weights[positions])
+    narrow = offset_bits == 32
+    assert entries.payload.dtype == (torch.int32 if weighted != narrow else torch.int64)
 
 
 def test_layout_example():

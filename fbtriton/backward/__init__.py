@@ -1,4 +1,7 @@
-"""grad_output -> transpose -> classify -> short_run | grad_accum + apply -> weights and optimizer state."""
+"""linearise -> sort -> runs -> pieces -> short_run | grad_accum, add_groups, apply -> weights and optimizer state.
+
+The sort is stable, so the entries of a run stay in the order of the batch and every sum has one fixed order.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fbtriton import reference
-from fbtriton.backward.classify import classify, max_pieces
-from fbtriton.backward.long_run import apply, grad_accum
+from fbtriton.backward.linearise import entry_form, linearise
+from fbtriton.backward.long_run import add_groups, apply, grad_accum
+from fbtriton.backward.pieces import expand
+from fbtriton.backward.runs import find_runs
 from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
-from fbtriton.backward.transpose import transpose
+from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_long_run, uses_kernels
 from fbtriton.layout import Bags, OperatorSpec, TableLayout
@@ -66,12 +71,14 @@ def backward(
         )
 
     long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
-    threshold, piece_length = long_runs[0].threshold, long_runs[0].piece_length
-    runs = transpose(bags=bags, shape=shape, grad_output=grad_output, spec=spec)
-    pieces = classify(runs=runs, seed_and_step=seed_and_step, threshold=threshold, piece_length=piece_length, spec=spec)
-    partials = grad_output.new_empty(
-        max_pieces(bags.indices.numel(), threshold), max(spec.layout.dims), dtype=torch.float32
-    )
+    form = entry_form(bags, grad_alignments, spec)
+    keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, spec=spec)
+    keys, payload = sort_pairs(keys, entries.payload, max(1, spec.layout.no_key.bit_length()))
+    entries = entries._replace(payload=payload)
+    tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
+    expand(tables=tables, long_run=long_runs[0])
+
+    partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
     optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
     for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
         short_run(
@@ -80,31 +87,33 @@ def backward(
             stamp=stamp,
             grad_output=grad_output,
             grad_alignment=grad_alignments[number],
-            runs=runs,
-            pieces=pieces,
+            entries=entries,
+            form=form,
+            tables=tables,
             bucket=bucket,
             bucket_number=number,
-            threshold=threshold,
+            threshold=long_run.threshold,
             spec=spec,
         )
-        if partials.shape[0] == 0:
-            continue
         grad_accum(
             partials=partials,
             grad_output=grad_output,
             grad_alignment=grad_alignments[number],
-            runs=runs,
-            pieces=pieces,
+            entries=entries,
+            form=form,
+            tables=tables,
             bucket=bucket,
             bucket_number=number,
             config=long_run,
         )
+    add_groups(partials=partials, tables=tables, block_dim=buckets[-1].block_dim, config=long_runs[-1])
+    for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
         apply(
             weights=weights,
             states=optimizer_states,
             stamp=stamp,
             partials=partials,
-            pieces=pieces,
+            tables=tables,
             bucket=bucket,
             bucket_number=number,
             config=long_run,

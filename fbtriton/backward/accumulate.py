@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from fbtriton._triton import tl, triton
-from fbtriton.rows import load_tile, scale_rows, store_rows
+from fbtriton.backward.entries import load_entry
+from fbtriton.rows import load_tile, store_rows
 
 
 @triton.jit
 def sum_gradients(
-    grad_ptr, runs, start, length,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+    grad_ptr, entries, start, length,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sum length[r] sorted entries from start[r] on, one after the other. start, length [R] -> [R, BLOCK_D] fp32"""
+    """Sum length[r] sorted entries from start[r] on, one after the other, with UNROLL of each under way at a time.
+    start, length [R] -> [R, BLOCK_D] fp32"""
     total = tl.zeros([start.shape[0], BLOCK_D], tl.float32)
-    for step in range(0, tl.max(length)):
-        slot = start + step  # [R]
-        live = step < length
-        offset = tl.load(runs.grad_offsets + slot, mask=live, other=0).to(tl.int64)
-        tile = load_tile(grad_ptr, tl.multiple_of(offset, [GRAD_ALIGNMENT]), live, DIM, BLOCK_D)
-        total += scale_rows(tile, runs.entry_scales, slot, live)
+    for step in range(0, tl.max(length), UNROLL):
+        for ahead in tl.static_range(UNROLL):
+            slot = start + (step + ahead)  # [R]
+            live = step + ahead < length
+            offset, scale = load_entry(entries, slot, live, SCALED, UNIT)
+            tile = load_tile(grad_ptr, tl.multiple_of(offset, [GRAD_ALIGNMENT]), live, DIM, BLOCK_D)
+            if SCALED:
+                tile *= scale[:, None]
+            total += tile
     return total
 
 

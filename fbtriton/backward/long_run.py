@@ -1,6 +1,14 @@
-"""Long runs: grad_accum sums each piece into a slot of its own, apply adds a run's slots and updates its row.
+"""Long runs: each piece is summed into a slot of its own, slots are added as a tree, and the sum updates the row.
 
-Slots are added in the order of the run, so the result does not depend on which program summed what.
+Example, a run of 7 pieces, fan-in 2; each level adds the slots of a group into the group's first:
+
+    grad_accum              0 1 2 3 4 5 6
+    add_groups, span 1      01  23  45  6
+    add_groups, span 2      0123    456
+    apply, span 4           0123 + 456, then the optimizer
+
+Each run has the levels that its own number of pieces asks for, and slots are added in the order of the run, so the
+result does not depend on which program added what.
 """
 
 from __future__ import annotations
@@ -9,110 +17,179 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.entries import EntryForm
+from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range
 from fbtriton.config import LongRunConfig, fixed_grid, target_of
-from fbtriton.layout import Bucket, OperatorSpec, RunPieces, SortedRuns
+from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
 
 
 @triton.jit
-def bucket_pieces(pieces, bucket_runs_ptr):
-    """The range of the bucket's pieces."""
-    begin = tl.load(pieces.piece_starts + tl.load(bucket_runs_ptr))
-    return begin, tl.load(pieces.piece_starts + tl.load(bucket_runs_ptr + 1))
+def store_slot(partials_ptr, slot, partial_stride, value, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """value [1, BLOCK_D]"""
+    wide = slot + tl.zeros([1], tl.int64)  # before the product
+    column = tl.arange(0, BLOCK_D)
+    pointer = partials_ptr + (wide * partial_stride)[:, None] + column[None, :]
+    tl.store(pointer, value, mask=(column < DIM)[None, :])
 
 
 @triton.jit
+def add_slots(
+    partials_ptr, first, span, count, partial_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):
+    """Sum of the slots first, first + span, ..., count of them. -> [1, BLOCK_D]"""
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for step in range(0, count, ROWS):
+        number = step + tl.arange(0, ROWS).to(tl.int64)
+        offset = (first + number * span) * partial_stride
+        total += load_tile(partials_ptr, offset, number < count, DIM, BLOCK_D)
+    return tl.sum(total, axis=0, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=["bucket"])
 def grad_accum_kernel(
-    partials_ptr, grad_ptr, runs, pieces, bucket_runs_ptr, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+    partials_ptr, grad_ptr, entries, pieces, ranges_ptr, bucket, partial_stride,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, UNROLL: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_pieces(pieces, bucket_runs_ptr)
+    begin, end = bucket_range(ranges_ptr, bucket, PIECES)
     part: tl.constexpr = PIECE // ROWS  # each lane sums that many neighbours
     for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        run = tl.load(pieces.piece_runs + piece)
-        run_start = tl.load(runs.run_starts + run)
-        run_end = tl.load(runs.run_starts + run + 1)
-        start = run_start + (piece - tl.load(pieces.piece_starts + run)) * PIECE + tl.arange(0, ROWS) * part  # [ROWS]
-        length = tl.minimum(tl.maximum(run_end - start, 0), part)
-        total = tl.sum(sum_gradients(grad_ptr, runs, start, length, DIM, BLOCK_D, GRAD_ALIGNMENT), axis=0)
-        column = tl.arange(0, BLOCK_D)
-        slot = piece + tl.zeros([1], tl.int64)  # wide before the product
-        tl.store(partials_ptr + slot * partial_stride + column, total, mask=column < DIM)
+        start = tl.load(pieces.starts + piece) + tl.arange(0, ROWS) * part  # [ROWS]
+        length = tl.minimum(tl.maximum(tl.load(pieces.ends + piece) - start, 0), part)
+        totals = sum_gradients(
+            grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
+        )  # fmt: skip
+        store_slot(partials_ptr, piece, partial_stride, tl.sum(totals, axis=0, keep_dims=True), DIM, BLOCK_D)
 
 
-@triton.jit
-def apply_kernel(
-    weights_ptr, states, stamp_ptr, partials_ptr, pieces, bucket_runs_ptr, partial_stride,
-    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, ROW_ALIGNMENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+@triton.jit(do_not_specialize=["num_buckets", "span"])
+def add_groups_kernel(
+    partials_ptr, groups, ranges_ptr, num_buckets, span, partial_stride,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_pieces(pieces, bucket_runs_ptr)
-    for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        run = tl.load(pieces.piece_runs + piece)
-        if tl.load(pieces.piece_starts + run) == piece:  # the run's first piece does the work of the run
-            count = tl.load(pieces.piece_starts + run + 1) - piece
-            one_run = run + tl.zeros([1], tl.int32)
-            live = one_run >= 0
-            weight_offset = tl.multiple_of(tl.load(pieces.weight_offsets + one_run), [ROW_ALIGNMENT])
-            state_row = tl.load(pieces.state_rows + one_run)
-            weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
-            state = LOAD_STATE(states, state_row, live)
-            total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-            for step in range(0, count, ROWS):
-                number = step + tl.arange(0, ROWS)
-                offset = (piece + number).to(tl.int64) * partial_stride
-                total += load_tile(partials_ptr, offset, number < count, DIM, BLOCK_D)
-            grad = tl.sum(total, axis=0, keep_dims=True)
-            update_rows(
-                weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
-                UPDATE, DIM, BLOCK_D, STOCHASTIC,
-            )  # fmt: skip
+    for group in range(tl.program_id(0), tl.load(ranges_ptr + num_buckets * KINDS + GROUPS), tl.num_programs(0)):
+        number = tl.load(groups.numbers + group)
+        left = tl.load(groups.pieces_left + group)
+        slots = (left + number * FAN_IN + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
+        count = tl.minimum((left + span - 1) // span, FAN_IN)
+        if (number % span == 0) & (slots > FAN_IN) & (count > 1):
+            first = tl.load(groups.first_pieces + group)
+            total = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, ROWS)
+            tl.debug_barrier()  # the first slot is read before it is written
+            store_slot(partials_ptr, first, partial_stride, total, DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["bucket"])
+def apply_kernel(
+    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, bucket, partial_stride,
+    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    begin, end = bucket_range(ranges_ptr, bucket, LONG_RUNS)
+    for long_run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
+        live = run >= 0
+        weight_offset = tl.multiple_of(tl.load(runs.weight_offsets + run), [ROW_ALIGNMENT])
+        state_row = tl.load(runs.state_rows + run)
+        weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
+        state = LOAD_STATE(states, state_row, live)
+        length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
+        count = (length + PIECE - 1) // PIECE
+        span = 1
+        while count > FAN_IN:
+            count = (count + FAN_IN - 1) // FAN_IN
+            span *= FAN_IN
+        first = tl.load(long_runs.first_pieces + long_run)
+        grad = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, ROWS)
+        update_rows(
+            weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
+            UPDATE, DIM, BLOCK_D, STOCHASTIC,
+        )  # fmt: skip
 
 
 def grad_accum(
-    *, partials: Tensor, grad_output: Tensor, grad_alignment: int, runs: SortedRuns, pieces: RunPieces,
-    bucket: Bucket, bucket_number: int, config: LongRunConfig,
+    *, partials: Tensor, grad_output: Tensor, grad_alignment: int, entries: Entries, form: EntryForm,
+    tables: RunTables, bucket: Bucket, bucket_number: int, config: LongRunConfig,
 ) -> None:  # fmt: skip
     """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece of one bucket."""
+    if partials.shape[0] == 0:
+        return
     programs = config.programs_per_multiprocessor
     grad_accum_kernel[fixed_grid(target_of(grad_output.device), programs, partials.shape[0])](
         partials_ptr=partials,
         grad_ptr=grad_output,
-        runs=runs,
-        pieces=pieces,
-        bucket_runs_ptr=pieces.bucket_runs[bucket_number:],
+        entries=entries,
+        pieces=tables.pieces,
+        ranges_ptr=tables.ranges,
+        bucket=bucket_number,
         partial_stride=partials.stride(0),
         DIM=bucket.dim,
         BLOCK_D=bucket.block_dim,
         ROWS=config.rows_per_step,
         PIECE=config.piece_length,
+        UNROLL=config.unroll,
         GRAD_ALIGNMENT=grad_alignment,
+        SCALED=form.scaled,
+        UNIT=form.unit,
         num_warps=config.num_warps,
     )
 
 
+def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: LongRunConfig) -> None:
+    """All levels of the tree below the last, as many as a single run of all entries would need. Groups are few, so all
+    buckets take part in one launch, each in all columns; those past its dim are never read.
+
+    Args:
+        block_dim: `Bucket.block_dim` of the widest bucket.
+    """
+    max_groups = tables.groups.numbers.numel()
+    slots, span = partials.shape[0], 1
+    while slots > config.fan_in and max_groups:
+        add_groups_kernel[fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups)](
+            partials_ptr=partials,
+            groups=tables.groups,
+            ranges_ptr=tables.ranges,
+            num_buckets=tables.ranges.numel() // 4 - 1,
+            span=span,
+            partial_stride=partials.stride(0),
+            DIM=partials.shape[1],
+            BLOCK_D=block_dim,
+            ROWS=config.rows_per_step,
+            FAN_IN=config.fan_in,
+            num_warps=config.num_warps,
+        )
+        slots, span = triton.cdiv(slots, config.fan_in), span * config.fan_in
+
+
 def apply(
-    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, pieces: RunPieces,
+    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, tables: RunTables,
     bucket: Bucket, bucket_number: int, config: LongRunConfig, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of one bucket's long runs in place."""
     optimizer = OPTIMIZERS[spec.optimizer]
-    programs = config.programs_per_multiprocessor
-    apply_kernel[fixed_grid(target_of(weights.device), programs, partials.shape[0])](
+    programs, max_long = config.programs_per_multiprocessor, tables.long_runs.runs.numel()
+    if max_long == 0:
+        return
+    apply_kernel[fixed_grid(target_of(weights.device), programs, max_long)](
         weights_ptr=weights,
         states=states,
         stamp_ptr=stamp,
         partials_ptr=partials,
-        pieces=pieces,
-        bucket_runs_ptr=pieces.bucket_runs[bucket_number:],
+        runs=tables.runs,
+        long_runs=tables.long_runs,
+        ranges_ptr=tables.ranges,
+        bucket=bucket_number,
         partial_stride=partials.stride(0),
         LOAD_STATE=optimizer.load_state,
         UPDATE=optimizer.update,
         DIM=bucket.dim,
         BLOCK_D=bucket.block_dim,
         ROWS=config.rows_per_step,
+        PIECE=config.piece_length,
+        FAN_IN=config.fan_in,
         ROW_ALIGNMENT=bucket.row_alignment,
         STOCHASTIC=spec.stochastic_rounding,
         num_warps=config.num_warps,

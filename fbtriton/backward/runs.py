@@ -1,0 +1,264 @@
+"""Sorted keys -> runs, the rows they belong to, and which of them are long: two passes over the keys.
+
+A program owns neighbouring blocks of keys, one key a lane: shared memory then carries nothing between wide loads
+and scattered stores. The first pass counts what starts in them; in the second every program adds
+the counts of the programs before it and so knows the number of its first run. What comes out does not depend on how
+the blocks are dealt out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fbtriton._triton import tl, triton
+from fbtriton.backward.workspace import carve
+from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
+from fbtriton.layout import Groups, LongRuns, OperatorSpec, Pieces, Runs, RunTables
+from fbtriton.rows import upper_bound
+
+# What is counted, in the order of RunTables.ranges and of the counts between the passes.
+RUNS = tl.constexpr(0)
+LONG_RUNS = tl.constexpr(1)
+PIECES = tl.constexpr(2)
+GROUPS = tl.constexpr(3)
+KINDS = tl.constexpr(4)
+
+
+@triton.jit
+def load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD: tl.constexpr):
+    """slot [K] -> key, the key before it (-1 before the first), whether a run starts, whether that is a long one."""
+    key = tl.load(keys_ptr + slot)
+    previous = tl.load(keys_ptr + slot - 1, mask=slot > 0, other=-1)
+    starts = (key != previous) & (key != no_key)
+    ahead = slot + (THRESHOLD - 1)
+    is_long = starts & (tl.load(keys_ptr + ahead, mask=starts & (ahead < num_slots), other=-1) == key)
+    return key, previous, starts, is_long
+
+
+@triton.jit
+def long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD: tl.constexpr):
+    """The slot after the last one with the same key, for long runs that start at slot: steps of doubled length until
+    one goes too far, then halves of it. The last slot is padding, which no run has. [K] -> [K] int32"""
+    end = slot + THRESHOLD  # the slot before it belongs to the run
+    step = tl.full(slot.shape, THRESHOLD, tl.int32)
+    growing = is_long
+    while tl.max(growing.to(tl.int32), axis=0) > 0:
+        probe = end + tl.minimum(step, num_slots - end) - 1
+        growing = growing & (tl.load(keys_ptr + probe, mask=growing, other=-1) == key)
+        end = tl.where(growing, end + step, end)
+        step = tl.where(growing, tl.minimum(step, 1 << 29) * 2, step)  # below 2^31
+    step = tl.where(is_long, step, 1)
+    while tl.max(step, axis=0) > 1:
+        half = step // 2
+        probe = end + tl.minimum(half, num_slots - end) - 1
+        same = (half > 0) & (tl.load(keys_ptr + probe, mask=half > 0, other=-1) == key)
+        end = tl.where(same, end + half, end)
+        step = tl.where(same, step - half, tl.maximum(half, 1))
+    return end
+
+
+@triton.jit
+def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr):
+    """Pieces and groups of each run. [K]"""
+    pieces = tl.where(is_long, (length + PIECE - 1) // PIECE, 0)
+    return pieces, tl.where(pieces > FAN_IN, (pieces + FAN_IN - 1) // FAN_IN, 0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "slots_per_program", "no_key"])
+def count_runs_kernel(
+    counts_ptr, long_ends_ptr,
+    keys_ptr, num_slots, slots_per_program, no_key,
+    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * slots_per_program
+    num_runs = tl.zeros([BLOCK], tl.int32)  # for each lane
+    num_long = tl.zeros([BLOCK], tl.int32)
+    num_pieces = tl.zeros([BLOCK], tl.int32)
+    num_groups = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
+        slot = start + tl.arange(0, BLOCK)  # [BLOCK]
+        key, _, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
+        num_runs += starts.to(tl.int32)
+        if tl.max(is_long.to(tl.int32), axis=0) > 0:
+            end = long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD)
+            tl.store(long_ends_ptr + slot // THRESHOLD, end, mask=is_long)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
+            num_long += is_long.to(tl.int32)
+            num_pieces += pieces
+            num_groups += groups
+    count_ptr = counts_ptr + tl.program_id(0)
+    tl.store(count_ptr + RUNS * tl.num_programs(0), tl.sum(num_runs))
+    tl.store(count_ptr + LONG_RUNS * tl.num_programs(0), tl.sum(num_long))
+    tl.store(count_ptr + PIECES * tl.num_programs(0), tl.sum(num_pieces))
+    tl.store(count_ptr + GROUPS * tl.num_programs(0), tl.sum(num_groups))
+
+
+@triton.jit
+def counted_before(counts_ptr, KIND: tl.constexpr, PROGRAMS: tl.constexpr):
+    """How many of a kind all programs before this one have."""
+    program = tl.arange(0, PROGRAMS)
+    counts = tl.load(counts_ptr + KIND * tl.num_programs(0) + program, mask=program < tl.program_id(0), other=0)
+    return tl.sum(counts)
+
+
+@triton.jit
+def table_of(key_tables, num_tables, key):
+    """[K] -> [K] int32"""
+    return upper_bound(key_tables.key_base, num_tables, key) - 1
+
+
+@triton.jit
+def write_rows(runs, key_tables, table, key, run, starts):
+    """Where the row of each run lies. key, run, starts [K]; table [K] or [1]"""
+    row = key.to(tl.int64) - tl.load(key_tables.key_base + table)
+    weight_offset = tl.load(key_tables.weight_offset + table) + row * tl.load(key_tables.dim + table)
+    tl.store(runs.weight_offsets + run, weight_offset, mask=starts)
+    tl.store(runs.state_rows + run, tl.load(key_tables.state_base + table) + row, mask=starts)
+
+
+@triton.jit
+def numbered(first, counts):
+    """first plus the counts of all lanes before. counts [K] -> [K]"""
+    return first + tl.cumsum(counts, axis=0) - counts
+
+
+@triton.jit(do_not_specialize=["num_slots", "slots_per_program", "no_key", "num_tables", "num_bounds"])
+def write_runs_kernel(
+    runs, long_runs, ranges_ptr, seed_and_step_ptr,
+    counts_ptr, long_ends_ptr, keys_ptr, key_tables, bucket_keys_ptr,
+    num_slots, slots_per_program, no_key, num_tables, num_bounds,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+):  # fmt: skip
+    """Also advances the step of stochastic rounding: the stamp holds the step that this backward uses."""
+    if tl.program_id(0) == 0:
+        tl.store(seed_and_step_ptr + 1, tl.load(seed_and_step_ptr + 1) + 1)
+    first_run = counted_before(counts_ptr, RUNS, PROGRAMS)
+    first_long = counted_before(counts_ptr, LONG_RUNS, PROGRAMS)
+    first_piece = counted_before(counts_ptr, PIECES, PROGRAMS)
+    first_group = counted_before(counts_ptr, GROUPS, PROGRAMS)
+    table = tl.full([1], 0, tl.int32)  # of the last key so far
+    next_key = tl.full([1], -1, tl.int64)  # the first key behind that table
+    first = tl.program_id(0) * slots_per_program
+    for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
+        slot = start + tl.arange(0, BLOCK)  # [BLOCK]
+        key, previous, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
+        run = numbered(first_run, starts.to(tl.int32))
+        tl.store(runs.run_starts + run, slot, mask=key != previous)  # padding ends the last run
+
+        last = tl.load(keys_ptr + start + tl.full([1], BLOCK - 1, tl.int32)).to(tl.int64)
+        several_tables = tl.max((last >= next_key).to(tl.int32), axis=0) > 0
+        if several_tables:
+            write_rows(runs, key_tables, table_of(key_tables, num_tables, key), key, run, starts)
+            table = table_of(key_tables, num_tables, last)
+            next_key = tl.load(key_tables.key_base + table + 1, mask=table + 1 < num_tables, other=no_key)
+            next_key = tl.where(last == no_key, last + 1, next_key)
+        else:
+            write_rows(runs, key_tables, table, key, run, starts)
+
+        if several_tables | (tl.max(is_long.to(tl.int32), axis=0) > 0):
+            end = tl.load(long_ends_ptr + slot // THRESHOLD, mask=is_long, other=0)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
+            long_run = numbered(first_long, is_long.to(tl.int32))
+            piece = numbered(first_piece, pieces)
+            group = numbered(first_group, groups)
+            tl.store(long_runs.runs + long_run, run, mask=is_long)
+            tl.store(long_runs.first_pieces + long_run, piece, mask=is_long)
+            tl.store(long_runs.first_groups + long_run, group, mask=is_long)
+            for bound in range(0, num_bounds):  # the first slot at or past each bucket's first key
+                bucket_key = tl.load(bucket_keys_ptr + bound)
+                crosses = (previous < bucket_key) & (key >= bucket_key)
+                range_ptr = ranges_ptr + bound * KINDS + tl.zeros([BLOCK], tl.int32)
+                tl.store(range_ptr + RUNS, run, mask=crosses)
+                tl.store(range_ptr + LONG_RUNS, long_run, mask=crosses)
+                tl.store(range_ptr + PIECES, piece, mask=crosses)
+                tl.store(range_ptr + GROUPS, group, mask=crosses)
+            first_long += tl.sum(is_long.to(tl.int32))
+            first_piece += tl.sum(pieces)
+            first_group += tl.sum(groups)
+        first_run += tl.sum(starts.to(tl.int32))
+
+
+@triton.jit
+def bucket_range(ranges_ptr, bucket, KIND: tl.constexpr):
+    """The range that a bucket owns of the runs, long runs, pieces or groups."""
+    begin_ptr = ranges_ptr + bucket * KINDS + KIND
+    return tl.load(begin_ptr), tl.load(begin_ptr + KINDS)
+
+
+def table_sizes(num_slots: int, num_rows: int, long_run: LongRunConfig) -> dict[str, int]:
+    """Upper bounds. A run of n >= threshold entries has at most n / threshold pieces, because a piece is at least as
+    long as the threshold, and at most n / piece_length + 1; the groups are at most doubled by rounding up."""
+    runs = min(num_slots, num_rows)
+    long_runs = min(num_slots // long_run.threshold, num_rows)
+    pieces = min(num_slots // long_run.threshold, num_slots // long_run.piece_length + long_runs)
+    groups = 2 * num_slots // (long_run.piece_length * long_run.fan_in)
+    return {"runs": runs, "long_runs": long_runs, "pieces": pieces, "groups": groups}
+
+
+def empty_tables(num_slots: int, long_run: LongRunConfig, spec: OperatorSpec, device: torch.device) -> RunTables:
+    size = table_sizes(num_slots, spec.layout.no_key, long_run)
+    wide = carve(device, torch.int64, weight_offsets=size["runs"], state_rows=size["runs"])
+    narrow = carve(
+        device,
+        torch.int32,
+        run_starts=size["runs"] + 1,
+        long_runs=size["long_runs"],
+        first_pieces=size["long_runs"],
+        first_groups=size["long_runs"],
+        piece_starts=size["pieces"],
+        piece_ends=size["pieces"],
+        group_first_pieces=size["groups"],
+        group_pieces_left=size["groups"],
+        group_numbers=size["groups"],
+        ranges=4 * (len(spec.layout.buckets) + 1),
+    )
+    return RunTables(
+        runs=Runs(narrow["run_starts"], wide["weight_offsets"], wide["state_rows"]),
+        long_runs=LongRuns(narrow["long_runs"], narrow["first_pieces"], narrow["first_groups"]),
+        pieces=Pieces(narrow["piece_starts"], narrow["piece_ends"]),
+        groups=Groups(narrow["group_first_pieces"], narrow["group_pieces_left"], narrow["group_numbers"]),
+        ranges=narrow["ranges"],
+    )
+
+
+def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, spec: OperatorSpec) -> RunTables:
+    """Sorted keys, the last of them padding -> runs; pieces and groups are left to `expand`. Advances the step."""
+    config = select_runs()
+    layout = spec.layout
+    on_device = layout.on_device(keys.device)
+    num_slots = keys.numel()
+    assert num_slots % config.block == 0
+    tables = empty_tables(num_slots, long_run, spec, keys.device)
+    target = target_of(keys.device)
+    (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
+    blocks = triton.cdiv(num_slots // config.block, programs)  # of each program
+    programs = triton.cdiv(num_slots // config.block, blocks)
+    scratch = carve(keys.device, torch.int32, counts=4 * programs, long_ends=num_slots // long_run.threshold + 1)
+    shared = {
+        "counts_ptr": scratch["counts"],
+        "long_ends_ptr": scratch["long_ends"],
+        "keys_ptr": keys,
+        "num_slots": num_slots,
+        "slots_per_program": blocks * config.block,
+        "no_key": layout.no_key,
+        "BLOCK": config.block,
+        "THRESHOLD": long_run.threshold,
+        "PIECE": long_run.piece_length,
+        "FAN_IN": long_run.fan_in,
+        "num_warps": config.num_warps,
+    }
+    count_runs_kernel[(programs,)](**shared)
+    write_runs_kernel[(programs,)](
+        runs=tables.runs,
+        long_runs=tables.long_runs,
+        ranges_ptr=tables.ranges,
+        seed_and_step_ptr=seed_and_step,
+        key_tables=on_device.key_tables,
+        bucket_keys_ptr=on_device.bucket_keys,
+        num_tables=len(layout.rows),
+        num_bounds=len(layout.buckets) + 1,
+        PROGRAMS=triton.next_power_of_2(target.multiprocessors * config.programs_per_multiprocessor),
+        **shared,
+    )
+    return tables
