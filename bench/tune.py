@@ -40,7 +40,7 @@ class Tunable:
     """
 
     field: str  # of fbtriton.config.ForcedConfig
-    kernel: str
+    kernels: tuple[str, ...]  # whose time counts; empty = everything
     backward: bool
     candidates: Callable[[int, int], Iterator[Any]]  # for rows of so many elements of so many bytes
     all_dims: bool = False
@@ -74,10 +74,31 @@ def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
         yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes, pool_registers=registers)
 
 
+def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import ShortRunConfig
+
+    options = itertools.product((1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (None, 64, 80, 96, 128))
+    for runs, unroll, warps, registers in options:
+        elements = runs * dim // (32 * warps)  # of a lane
+        if 4 <= elements <= 32 and elements * unroll <= 64:
+            yield ShortRunConfig(runs, warps, unroll, registers=registers)
+
+
+def long_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import LongRunConfig
+
+    options = itertools.product((16, 32, 64), (64, 128), (2, 4, 8), (1, 2, 4), (None, 64, 96))
+    for threshold, piece, rows, unroll, registers in options:
+        if 8 <= rows * dim // 32 <= 32 and rows * unroll * dim // 32 <= 64:
+            yield LongRunConfig(threshold, piece, rows_per_step=rows, unroll=unroll, registers=registers)
+
+
 TUNABLES = {
-    "gather": Tunable("gather", "gather_kernel", False, gather_candidates),
-    "count": Tunable("histogram", "count_kernel", False, count_candidates, all_dims=True),
-    "pool": Tunable("histogram", "pool_counts_kernel", False, pool_candidates, all_dims=True),
+    "gather": Tunable("gather", ("gather_kernel",), False, gather_candidates),
+    "count": Tunable("histogram", ("count_kernel",), False, count_candidates, all_dims=True),
+    "pool": Tunable("histogram", ("pool_counts_kernel",), False, pool_candidates, all_dims=True),
+    "short-run": Tunable("short_run", ("short_run_kernel",), True, short_run_candidates, all_dims=True),
+    "long-run": Tunable("long_run", (), True, long_run_candidates, all_dims=True),
 }
 
 
@@ -171,7 +192,7 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
     dims = [max(workload.dims)] if tunable.all_dims else sorted(set(workload.dims))
     samples: dict[int, dict[Any, list[float]]] = {dim: {} for dim in dims}
     for owner, events in zip(owners, profile_calls(calls, buffer.zero_), strict=True):
-        times = [event.duration for event in events if short_name(event.name) == tunable.kernel]
+        times = [e.duration for e in events if not tunable.kernels or short_name(e.name) in tunable.kernels]
         if tunable.all_dims:
             times = [sum(times)]
         for dim, us in zip(dims, times, strict=True):

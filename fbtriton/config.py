@@ -107,6 +107,7 @@ class ShortRunConfig:
     num_warps: int
     unroll: int = 2  # gradients of each run that are loaded before they are added
     programs_per_multiprocessor: int = 64  # a multiprocessor holds 32 programs of one warp
+    registers: int | None = None  # see GatherConfig
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class LongRunConfig:
     unroll: int = 2  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
     programs_per_multiprocessor: int = 32
+    registers: int | None = None  # see GatherConfig
 
     def __post_init__(self) -> None:
         if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:
@@ -268,7 +270,8 @@ def select_runs() -> RunsConfig:
 
 def select_short_run(block_dim: int) -> ShortRunConfig:
     runs = max(1, min(32, 512 // block_dim))
-    return _forced.get().short_run or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
+    forced = _forced.get().short_run
+    return forced or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
 
 
 def select_long_run(block_dim: int) -> LongRunConfig:

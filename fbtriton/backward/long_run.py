@@ -19,7 +19,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range
-from fbtriton.config import LongRunConfig, fixed_grid, target_of
+from fbtriton.config import LongRunConfig, fixed_grid, launch_options, target_of
 from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
@@ -134,7 +134,7 @@ def grad_accum(
         GRAD_ALIGNMENT=grad_alignment,
         SCALED=form.scaled,
         UNIT=form.unit,
-        num_warps=config.num_warps,
+        **launch_options(config.num_warps, config.registers),
     )
 
 

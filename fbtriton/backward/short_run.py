@@ -13,7 +13,7 @@ from fbtriton.backward.accumulate import sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range
-from fbtriton.config import fixed_grid, select_short_run, target_of
+from fbtriton.config import fixed_grid, launch_options, select_short_run, target_of
 from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
@@ -80,5 +80,5 @@ def short_run(
         SCALED=form.scaled,
         UNIT=form.unit,
         STOCHASTIC=spec.stochastic_rounding,
-        num_warps=config.num_warps,
+        **launch_options(config.num_warps, config.registers),
     )

@@ -26,6 +26,7 @@ from fbtriton.rows import bag_bounds, load_checked_ids, tile_mask, write_stamp
 
 OVERFLOW = 255
 COUNT_OVERFLOW = tl.constexpr(OVERFLOW)
+BLOCK_BINS = 64  # rows of a table in one product
 
 
 @triton.jit
@@ -228,11 +229,11 @@ def histogram(
             DIM=bucket.dim,
             BLOCK_D=columns,
             BINS=bins,
-            BLOCK_BINS=min(bins, 64),
+            BLOCK_BINS=min(bins, BLOCK_BINS),
             BAGS=config.pool_bags,
             IDS=config.ids,
             MEAN=spec.mean,
             TABLE_ALIGNMENT=layout.table_alignment,
             OUTPUT_ALIGNMENT=bucket.column_alignment,
-            **launch_options(config.pool_warps, config.pool_registers),
+            **launch_options(config.pool_warps, config.pool_registers if bins <= BLOCK_BINS else None),
         )
