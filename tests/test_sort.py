@@ -60,17 +60,14 @@ class StandIn(types.ModuleType):
         def __init__(self, dtype):
             self.dtype = np.dtype(dtype)
 
-    class DoubleBuffer:
-        def __init__(self, current, alternate):
-            self.d_buffers, self.selector = [current, alternate], 0
-
     def __init__(self):
         super().__init__("cuda.compute")
         self.calls = []
 
     def make_radix_sort(self, *, d_in_keys, d_out_keys, d_in_values, d_out_values, order):
-        assert order is self.SortOrder.ASCENDING and d_out_keys is None and d_out_values is None
-        dtypes = [buffer.d_buffers[0].dtype for buffer in (d_in_keys, d_in_values)]
+        assert order is self.SortOrder.ASCENDING
+        dtypes = [array.dtype for array in (d_in_keys, d_in_values)]
+        assert dtypes == [array.dtype for array in (d_out_keys, d_out_values)]
         return lambda **arguments: self.sort(dtypes, **arguments)
 
     def sort(
@@ -87,13 +84,10 @@ class StandIn(types.ModuleType):
             assert memory.nbytes == num_items * dtype.itemsize
             return np.frombuffer((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()), dtype)
 
-        (keys, new_keys), (values, new_values) = (
-            [array(memory, dtype) for memory in buffer.d_buffers]
-            for buffer, dtype in zip((d_in_keys, d_in_values), dtypes, strict=True)
-        )
+        keys, new_keys = (array(memory, dtypes[0]) for memory in (d_in_keys, d_out_keys))
+        values, new_values = (array(memory, dtypes[1]) for memory in (d_in_values, d_out_values))
         order = np.argsort(keys & keys.dtype.type(2**end_bit - 1), kind="stable")
         new_keys[:], new_values[:] = keys[order], values[order]
-        d_in_keys.selector = d_in_values.selector = 1
 
 
 @pytest.fixture

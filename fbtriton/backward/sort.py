@@ -69,8 +69,9 @@ class Stream:
 class RadixSort:
     """cuda.compute's radix sort for one device and pair of dtypes.
 
-    Pairs go back and forth between two buffers, so no pass needs a third one. Temporary storage comes from PyTorch's
-    allocator at each call, on the current stream; the launch state that cuda.compute writes into is kept per thread.
+    Pairs go into new tensors. (Its DoubleBuffer, which would save storage, mixes up the values in version 1.2.1.)
+    Temporary storage comes from PyTorch's allocator at each call, on the current stream; the launch state that
+    cuda.compute writes into is kept per thread.
 
     Args:
         compute: the module `cuda.compute`.
@@ -87,29 +88,25 @@ class RadixSort:
     def sorter(self) -> Any:
         """This thread's sorter; cuda.compute compiles once for all threads."""
         if not hasattr(self.of_thread, "sorter"):
-            keys, values = (
-                self.compute.DoubleBuffer(self.compute.ProxyArray(dtype), self.compute.ProxyArray(dtype))
-                for dtype in self.dtypes
-            )
+            key_dtype, value_dtype = self.dtypes
             with torch.cuda.device(self.device):
                 self.of_thread.sorter = self.compute.make_radix_sort(
-                    d_in_keys=keys,
-                    d_out_keys=None,
-                    d_in_values=values,
-                    d_out_values=None,
+                    d_in_keys=self.compute.ProxyArray(key_dtype),
+                    d_out_keys=self.compute.ProxyArray(key_dtype),
+                    d_in_values=self.compute.ProxyArray(value_dtype),
+                    d_out_values=self.compute.ProxyArray(value_dtype),
                     order=self.compute.SortOrder.ASCENDING,
                 )
         return self.of_thread.sorter
 
     def __call__(self, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         sorter = self.sorter()
-        pairs = (keys, torch.empty_like(keys)), (values, torch.empty_like(values))
-        buffers = [self.compute.DoubleBuffer(*map(Memory, pair)) for pair in pairs]
+        sorted_keys, sorted_values = torch.empty_like(keys), torch.empty_like(values)
         arguments = {
-            "d_in_keys": buffers[0],
-            "d_out_keys": None,
-            "d_in_values": buffers[1],
-            "d_out_values": None,
+            "d_in_keys": Memory(keys),
+            "d_out_keys": Memory(sorted_keys),
+            "d_in_values": Memory(values),
+            "d_out_values": Memory(sorted_values),
             "begin_bit": 0,
             "end_bit": bits,
             "stream": Stream(torch.cuda.current_stream(self.device).cuda_stream),
@@ -119,7 +116,7 @@ class RadixSort:
             self.storage_bytes[size, bits] = sorter(temp_storage=None, num_items=size, **arguments)
         storage = keys.new_empty(self.storage_bytes[size, bits], dtype=torch.uint8)
         sorter(temp_storage=Memory(storage), num_items=keys.numel(), **arguments)
-        return pairs[0][buffers[0].selector], pairs[1][buffers[1].selector]
+        return sorted_keys, sorted_values
 
 
 def round_up(size: int) -> int:
@@ -167,6 +164,6 @@ def sort_pairs(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]
         bits: every key is below 2**bits.
 
     Returns:
-        Sorted keys and their values, which may lie where the arguments did: those are overwritten.
+        Sorted keys and their values, in new tensors.
     """
     return choose_backend(keys.device, keys.dtype, values.dtype, select_sort()).sort(keys, values, bits)
