@@ -11,10 +11,11 @@ The offsets are looked at first, in one launch of CHUNKS programs, one for each 
 either a separate check repairs them and looks at the ids, or the forward does both while it gathers (fused): it
 finds the bad ids among those that it loads anyway, and repairs only if a chunk was bad.
 
-The report is one int64 device tensor: [bad ids, bad offsets, feature, sample, low and high half of the first bad id].
-The last four are 0 without a bad id; each holds 2^31 - 1 - (position of the id) above 32 bits of its value, so that an
-atomic maximum keeps what belongs to the first. Counts add up over calls until the user clears them, and a later call
-does not replace an earlier one's first id.
+The report is one int64 device tensor: [bad ids, bad offsets, feature, sample, low and high half of the first bad id,
+1 if an offset was bad]. The four words of the first bad id are 0 without one; each holds 2^31 - 1 - (position of the
+id) above 32 bits of its value, so that an atomic maximum keeps what belongs to the first. Everything adds up over
+calls until the user clears it, and a later call does not replace an earlier one's first id. The last word spares the
+forward a look at the chunks as long as no offset has been bad.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.config import EntryConfig, fixed_grid, select_entry, target_of
+from fbtriton.config import INTERPRET, EntryConfig, fixed_grid, select_entry, target_of
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
 
 MODES = ("off", "ignore", "warning", "fatal")
-REPORT_SIZE = 6
+REPORT_SIZE = 7
 LAST_POSITION = 2**31 - 1
-CHUNKS = 512  # a power of two, some for every multiprocessor
+CHUNKS = 4 if INTERPRET else 512  # a power of two, some for every multiprocessor
+CHUNK_WORDS = -(-CHUNKS // 8)  # of a byte for each chunk
 CHUNK_COUNT = tl.constexpr(CHUNKS)
 CHUNK_BLOCK = 1024  # offsets of one step
 
@@ -66,14 +68,14 @@ class BoundsReport:
 
 def read_report(report: Tensor) -> BoundsReport:
     """Copies the report to the host, so it waits for the device."""
-    bad_ids, bad_offsets, *words = report.tolist()
+    bad_ids, bad_offsets, *words, _ = report.tolist()
     feature, sample, low, high = (word & 0xFFFFFFFF for word in words)
     bad_id = (high << 32 | low) - (high >> 31 << 64)
     return BoundsReport(bad_ids, bad_offsets, (feature, sample, bad_id) if words[0] else None)
 
 
 def first_bad_words(position: int, feature: int, sample: int, bad_id: int) -> list[int]:
-    """The last four numbers of a report."""
+    """The four words of a report about its first bad id."""
     order = (LAST_POSITION - position) << 32
     return [order | value & 0xFFFFFFFF for value in (feature, sample, bad_id, bad_id >> 32)]
 
@@ -123,7 +125,10 @@ def check_offsets_kernel(
         offset = tl.where(position == 0, 0, offset)
         highest = tl.maximum(highest, offset.to(tl.int64))
         tl.store(check.repaired + position, offset.to(offsets_ptr.dtype.element_ty), mask=live)
-    tl.store(check.bad + program, tl.max(any_bad.to(tl.int32)).to(tl.int8))
+    is_bad = tl.max(any_bad.to(tl.int32))
+    tl.store(check.bad + program, is_bad.to(tl.int8))
+    if is_bad > 0:
+        tl.atomic_max(check.ever_bad, 1, sem="relaxed")
     tl.store(check.highest + program, tl.max(highest))
     if report_ptr is not None:
         if program == 0:
@@ -134,6 +139,7 @@ def check_offsets_kernel(
 
 @triton.jit
 def any_bad_offset(check):
+    """Of this call."""
     return tl.max(tl.load(check.bad + tl.arange(0, CHUNK_COUNT)).to(tl.int32)) > 0
 
 
@@ -244,12 +250,13 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     """One launch: the offsets, each kept in [0, N], and where they are bad. If none is, they are repaired."""
     offsets = bags.offsets
     repaired = torch.empty_like(offsets)
-    scratch = torch.empty(CHUNKS + CHUNKS // 8 + 1, dtype=torch.int64, device=offsets.device)
+    scratch = torch.empty(CHUNKS + CHUNK_WORDS + 1, dtype=torch.int64, device=offsets.device)
     check = BoundsCheck(
         repaired=repaired,
         bad=scratch[CHUNKS:].view(torch.int8),
         highest=scratch,
-        sealed=scratch[CHUNKS + CHUNKS // 8 :],
+        ever_bad=report[REPORT_SIZE - 1 :],
+        sealed=scratch[CHUNKS + CHUNK_WORDS :],
     )
     fatal = spec.bounds_check == "fatal"
     check_offsets_kernel[(CHUNKS,)](

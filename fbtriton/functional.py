@@ -283,7 +283,7 @@ def table_batched_embedding_bags(
             set when its forward ran.
         seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
         anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
-        bounds_report: int64 [6] device tensor, see `fbtriton.bounds_check`.
+        bounds_report: int64 [7] device tensor, see `fbtriton.bounds_check`.
         batch_sizes: for each feature a list of batch sizes, one for each rank, which may differ between features
             (VBE; FBGEMM's `batch_size_per_feature_per_rank`). offsets then has one more element than their sum.
 

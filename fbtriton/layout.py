@@ -102,6 +102,7 @@ class BoundsCheck(NamedTuple):
     repaired: Tensor  # [F * B + 1]; the offsets, repaired unless one is bad
     bad: Tensor  # [chunks] int8; not 0 if an offset of the chunk is bad
     highest: Tensor  # [chunks] int64; the largest offset of the chunk, each kept in [0, N]
+    ever_bad: Tensor  # [1] int64; not 0 if an offset was bad since the report was cleared
     sealed: Tensor  # [1] int64; not 0 if the report held a first bad id before this call
 
 

@@ -63,7 +63,7 @@ def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: Operato
                 )
             if not report[2]:
                 words = first_bad_words(position, feature, sample, bad_id)
-                report[2:] = torch.tensor(words, device=report.device)
+                report[2:6] = torch.tensor(words, device=report.device)
         report[0] += positions.numel()
         report[1] += bad_offsets.numel()
     return repaired.to(offsets.dtype)

@@ -49,13 +49,13 @@ def bags_of_program(bags, bucket_features_ptr, number, first_bag, num_bags, batc
 
 @triton.jit
 def sum_rows(
-    weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column,
+    weights_ptr, table_offset, table_rows, bags, begin, length, longest, lane, first_column,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """What each lane adds of its bag: rows lane, lane + ROWS, ... begin, length, lane [R, 1] -> [R, BLOCK_D] fp32"""
     total = tl.zeros([lane.shape[0], BLOCK_D], tl.float32)
     column = (first_column + tl.arange(0, BLOCK_D))[None, :]
-    for step in range(0, tl.max(length), ROWS * UNROLL):
+    for step in range(0, longest, ROWS * UNROLL):
         for unrolled in tl.static_range(UNROLL):
             number = step + unrolled * ROWS + lane
             position = begin + number
@@ -73,10 +73,10 @@ def sum_rows(
 
 @triton.jit
 def find_bad_ids(
-    offsets_ptr, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries,
+    offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries,
     BAGS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Which ids of the program's bags are bad, of those IDS apart together. -> [BAGS, IDS]
+    """Which ids of the program's bags, the longest of that many ids, are bad; those IDS apart together. -> [BAGS, IDS]
 
     Its loads are the first of the ids, so what it adds to a program is little more than instructions.
     """
@@ -88,7 +88,7 @@ def find_bad_ids(
     length = tl.where(live, length, 0)
     table_rows = tl.load(features.rows + feature)
     any_bad = tl.zeros([BAGS, IDS], tl.int1)
-    for step in range(0, tl.max(length), IDS):
+    for step in range(0, longest, IDS):
         number = step + tl.arange(0, IDS)[None, :]
         row, takes_part, bad = load_checked_ids(bags.indices, begin + number, number < length, table_rows)
         any_bad = any_bad | bad
@@ -148,22 +148,25 @@ def gather_kernel(
     else:
         table_offset = tl.multiple_of(tl.load(features.weight_offset + feature), [TABLE_ALIGNMENT, TABLE_ALIGNMENT])
     table_rows = tl.load(features.rows + feature)
-    if report_ptr is not None:
-        bad = find_bad_ids(
-            offsets_ptr, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries, BAGS, IDS
-        )
+    longest = tl.max(length)
+    if check is not None:
+        suspicious = tl.load(check.ever_bad) != 0
+        if report_ptr is not None:
+            bad = find_bad_ids(
+                offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
+                num_entries, BAGS, IDS,
+            )  # fmt: skip
     total = sum_rows(
-        weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column, DIM, BLOCK_D, ROWS, UNROLL
-    )
+        weights_ptr, table_offset, table_rows, bags, begin, length, longest, lane, first_column,
+        DIM, BLOCK_D, ROWS, UNROLL,
+    )  # fmt: skip
     if check is not None:
         # After the sum, so that nothing waits for it; what it finds is rare, and is summed again.
-        bad_offset = any_bad_offset(check)
-        bad_id = False
         if report_ptr is not None:
-            bad_id = tl.max(bad.to(tl.int32)) > 0
-        if bad_offset | bad_id:
+            suspicious = suspicious | (tl.max(bad.to(tl.int32)) > 0)
+        if suspicious:
             counted = live & (lane == 0) & (first_column == 0)
-            if bad_offset:
+            if any_bad_offset(check):
                 repair_bags(check, report_ptr, bags.offsets, bag, counted, num_entries, chunk)
             begin, length = bag_bounds(check.repaired, bag, num_entries)
             length = tl.where(live, length, 0)
@@ -173,7 +176,7 @@ def gather_kernel(
                         check, report_ptr, bags.indices, feature, table_rows, sample, begin, length, lane, ROWS, FATAL
                     )
             total = sum_rows(
-                weights_ptr, table_offset, table_rows, bags, begin, length, lane, first_column,
+                weights_ptr, table_offset, table_rows, bags, begin, length, tl.max(length), lane, first_column,
                 DIM, BLOCK_D, ROWS, UNROLL,
             )  # fmt: skip
     store_bags(

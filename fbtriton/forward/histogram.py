@@ -87,12 +87,11 @@ def count_kernel(
         counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
     )
     if check is not None:
-        bad_offset = any_bad_offset(check)
-        if bad_offset | bad_id:  # rare: report and repair, then count again
+        if bad_id | (tl.load(check.ever_bad) != 0):  # rare: report and repair, then count again
             inside = sample < batch_size
             sample = tl.where(inside, sample, 0)
             bag = feature * batch_size + sample
-            if bad_offset:
+            if any_bad_offset(check):
                 repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
             if report_ptr is not None:
                 begin, length = bag_bounds(check.repaired, bag, num_entries)
