@@ -56,18 +56,15 @@ class StandIn(types.ModuleType):
         ASCENDING = 0
         DESCENDING = 1
 
-    class ProxyArray:
-        def __init__(self, dtype):
-            self.dtype = np.dtype(dtype)
-
     def __init__(self):
         super().__init__("cuda.compute")
         self.calls = []
 
     def make_radix_sort(self, *, d_in_keys, d_out_keys, d_in_values, d_out_values, order):
         assert order is self.SortOrder.ASCENDING
-        dtypes = [array.dtype for array in (d_in_keys, d_in_values)]
-        assert dtypes == [array.dtype for array in (d_out_keys, d_out_values)]
+        assert all(array.data_ptr() for array in (d_in_keys, d_out_keys, d_in_values, d_out_values))
+        dtypes = [np.dtype(str(array.dtype).removeprefix("torch.")) for array in (d_in_keys, d_in_values)]
+        assert (d_in_keys.dtype, d_in_values.dtype) == (d_out_keys.dtype, d_out_values.dtype)
         return lambda **arguments: self.sort(dtypes, **arguments)
 
     def sort(

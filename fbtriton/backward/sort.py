@@ -29,9 +29,6 @@ from fbtriton.config import select_sort
 
 Sort = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
-# Signed integers that are not negative sort as unsigned ones; values are only moved.
-UNSIGNED = {torch.int32: "uint32", torch.int64: "uint64"}
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -69,7 +66,6 @@ class Stream:
 class RadixSort:
     """cuda.compute's radix sort for one device and pair of dtypes.
 
-    Pairs go into new tensors. (Its DoubleBuffer, which would save storage, mixes up the values in version 1.2.1.)
     Temporary storage comes from PyTorch's allocator at each call, on the current stream; the launch state that
     cuda.compute writes into is kept per thread.
 
@@ -80,7 +76,7 @@ class RadixSort:
     def __init__(self, compute: Any, device: torch.device, key_dtype: torch.dtype, value_dtype: torch.dtype) -> None:
         self.compute = compute
         self.device = device
-        self.dtypes = UNSIGNED[key_dtype], UNSIGNED[value_dtype]
+        self.dtypes = key_dtype, value_dtype
         self.of_thread = threading.local()
         self.storage_bytes: dict[tuple[int, int], int] = {}
         self.sorter()  # builds it, so that what fails fails here
@@ -88,13 +84,14 @@ class RadixSort:
     def sorter(self) -> Any:
         """This thread's sorter; cuda.compute compiles once for all threads."""
         if not hasattr(self.of_thread, "sorter"):
-            key_dtype, value_dtype = self.dtypes
+            # Real tensors, not its ProxyArray: values without memory make it build a sort of the keys alone.
+            keys, values = (torch.empty(1, dtype=dtype, device=self.device) for dtype in self.dtypes)
             with torch.cuda.device(self.device):
                 self.of_thread.sorter = self.compute.make_radix_sort(
-                    d_in_keys=self.compute.ProxyArray(key_dtype),
-                    d_out_keys=self.compute.ProxyArray(key_dtype),
-                    d_in_values=self.compute.ProxyArray(value_dtype),
-                    d_out_values=self.compute.ProxyArray(value_dtype),
+                    d_in_keys=keys,
+                    d_out_keys=keys,
+                    d_in_values=values,
+                    d_out_values=values,
                     order=self.compute.SortOrder.ASCENDING,
                 )
         return self.of_thread.sorter
