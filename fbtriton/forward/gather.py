@@ -76,10 +76,7 @@ def find_bad_ids(
     offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries,
     BAGS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Which ids of the program's bags, the longest of that many ids, are bad; those IDS apart together. -> [BAGS, IDS]
-
-    Its loads are the first of the ids, so what it adds to a program is little more than instructions.
-    """
+    """Which ids of the program's bags, of at most `longest` ids, are bad; those IDS apart together. -> [BAGS, IDS]"""
     of_program = tl.arange(0, BAGS)[:, None]
     bag, sample, feature, live = bags_of_program(
         bags, bucket_features_ptr, of_program, first_bag, num_bags, batch_size, BAGS
@@ -150,19 +147,19 @@ def gather_kernel(
     table_rows = tl.load(features.rows + feature)
     longest = tl.max(length)
     if check is not None:
-        suspicious = tl.load(check.ever_bad) != 0
-        if report_ptr is not None:
-            bad = find_bad_ids(
-                offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
-                num_entries, BAGS, IDS,
-            )  # fmt: skip
+        ever_bad = tl.load(check.ever_bad)  # long before it is used
     total = sum_rows(
         weights_ptr, table_offset, table_rows, bags, begin, length, longest, lane, first_column,
         DIM, BLOCK_D, ROWS, UNROLL,
     )  # fmt: skip
     if check is not None:
-        # After the sum, so that nothing waits for it; what it finds is rare, and is summed again.
+        # After the sum, when the ids lie in the nearest cache. What is found is rare, and is summed again.
+        suspicious = ever_bad != 0
         if report_ptr is not None:
+            bad = find_bad_ids(
+                offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
+                num_entries, BAGS, IDS,
+            )  # fmt: skip
             suspicious = suspicious | (tl.max(bad.to(tl.int32)) > 0)
         if suspicious:
             counted = live & (lane == 0) & (first_column == 0)

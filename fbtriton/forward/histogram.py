@@ -40,7 +40,7 @@ def feature_and_samples(feature_list_ptr, batch_size, BAGS: tl.constexpr):
 
 @triton.jit
 def count_bag(indices_ptr, begin, length, table_rows, first_row, IDS: tl.constexpr, BINS: tl.constexpr):
-    """How often a bag holds each of the rows first_row to first_row + BINS - 1: [BINS] int32; whether an id is bad."""
+    """How often a bag holds each of the rows first_row to first_row + BINS - 1 [BINS]; where ids are bad [IDS]"""
     counts = tl.zeros([BINS], tl.int32)
     any_bad = tl.zeros([IDS], tl.int1)
     for step in range(0, length, IDS):
@@ -49,7 +49,7 @@ def count_bag(indices_ptr, begin, length, table_rows, first_row, IDS: tl.constex
         bin = row.to(tl.int32) - first_row
         counts += tl.histogram(bin, BINS, mask=live & (bin >= 0) & (bin < BINS))
         any_bad = any_bad | bad
-    return counts, tl.max(any_bad.to(tl.int32)) > 0
+    return counts, any_bad
 
 
 @triton.jit
@@ -58,14 +58,14 @@ def count_bags(
     IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
     """Count one bag after the other and store the counts, kept at 255; whether an id is bad."""
-    any_bad = first < 0
+    any_bad = tl.zeros([IDS], tl.int1)
     for sample in range(first, tl.minimum(first + BAGS, batch_size)):
         begin, length = bag_bounds(offsets_ptr, feature * batch_size + sample, num_entries)
         counts, bad = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS)
         any_bad = any_bad | bad
         place = (number * batch_size + sample) * BINS + tl.arange(0, BINS)
         tl.store(counts_ptr + place, tl.minimum(counts, COUNT_OVERFLOW).to(tl.uint8))
-    return any_bad
+    return tl.max(any_bad.to(tl.int32)) > 0
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_entries", "chunk"])
