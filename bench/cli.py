@@ -250,3 +250,23 @@ def tune(
         run_tune(kernel, _chosen_workloads(workload, True, False), ids, json_out)
     except ValueError as error:
         raise _fail(error) from error
+
+
+@app.command()
+def checks(
+    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
+    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the times here.")] = None,
+) -> None:
+    """Time the forward without a bounds check, with the fused and with the separate one, in turn."""
+    import torch
+
+    from bench.checks import check_costs
+
+    try:
+        if not torch.cuda.is_available():
+            raise ValueError("checks needs a GPU, and there is none")
+        (ids,) = _check_ids([ids], True)
+        check_costs(_chosen_workloads(workload, True, False), ids, json_out)
+    except ValueError as error:
+        raise _fail(error) from error

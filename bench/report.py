@@ -173,6 +173,39 @@ def _floor_table(results: dict[str, Any]) -> list[str]:
     return ["## Least bytes", "", note, "", *_table(head, rows)] if rows else []
 
 
+LIMITS = """For the fastest dtype of ids. HBM and L2: the least time for the bytes, over the time measured; rows that
+are found in an L1 can take the L2 over 100 %. From 70 % on the larger of the two is named as the limit; below it what
+is left is latency and issue slots. The look at the offsets is a launch of its own before the gather.
+"""
+LIMITED = 0.7
+
+
+def _limit_table(results: dict[str, Any]) -> list[str]:
+    """Which limit fbtriton's forward sits at, workload by workload."""
+    rows = []
+    for name in _workloads(results):
+        records = [
+            record
+            for record in store.records(results, workload=name)
+            if record["provider"] == "fbtriton" and record["status"] == "ok" and "gpu_forward" in record["measures"]
+        ]
+        if not records or not results["copy_bandwidth"]:
+            continue
+        record = min(records, key=lambda record: float(record["measures"]["gpu_forward"]["median"]))
+        time, floors = record["measures"]["gpu_forward"]["median"], store.floors(results, record)
+        shares = {"HBM": floors["forward"] / time, "L2": floors["lookup_through_l2"] / time}
+        kernels = {kernel["name"]: kernel["us"] for kernel in record["kernels"]["forward"]}
+        limit = max(shares, key=shares.__getitem__)
+        counted = "count_kernel" in kernels
+        rows.append([
+            name, microseconds(time), *[f"{100 * share:.0f} %" for share in shares.values()],
+            microseconds(kernels.get("check_offsets_kernel")),
+            "issue: counting" if counted else limit if shares[limit] >= LIMITED else "latency, issue",
+        ])  # fmt: skip
+    head = ["workload", "forward us", "HBM", "L2", "look at the offsets us", "limit"]
+    return ["## What limits the forward", "", LIMITS, *_table(head, rows)] if rows else []
+
+
 def _missing(results: dict[str, Any]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for record in results["records"]:
@@ -199,7 +232,7 @@ def markdown(results: dict[str, Any], files: list[str], images: list[str], other
     lines += _ratios(results)
     for name in images:
         lines += [f"![{IMAGES[name]}]({name})", ""]
-    for part in (_gpu_table, _host_table, _floor_table, _missing, _sources):
+    for part in (_gpu_table, _limit_table, _host_table, _floor_table, _missing, _sources):
         lines += part(results)
     return "\n".join(lines).rstrip() + "\n"
 
