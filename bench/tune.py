@@ -55,7 +55,8 @@ def gather_candidates(dim: int, itemsize: int) -> Iterator[Any]:
         for bags, rows, unroll, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), (2, 4), (1, 2)):
             lane_bytes = bags * rows * columns * itemsize // (32 * warps)
             if 16 <= lane_bytes <= 64 and lane_bytes * unroll <= 128 or bags == 64 and rows == 1 and lane_bytes < 16:
-                yield GatherConfig(bags, rows, warps, unroll, 64, columns)
+                for registers in (48, 56, 64):  # more warps, or more loads in flight
+                    yield GatherConfig(bags, rows, warps, unroll, registers, columns)
 
 
 def count_candidates(dim: int, itemsize: int) -> Iterator[Any]:

@@ -31,6 +31,7 @@ class Resources:
 
     registers: int
     spills: int  # loads and stores of local memory in the machine code
+    loop_spills: int  # those in innermost loops
     shared_bytes: int
 
 
@@ -91,8 +92,25 @@ def resources(kernel: Any) -> Resources:
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", kernel.asm["sass"])) if stack else 0
-    return Resources(registers, spills, kernel.metadata.shared)
+    sass = kernel.asm["sass"] if stack else ""
+    return Resources(registers, _spills(sass), sum(map(_spills, innermost_loops(sass))), kernel.metadata.shared)
+
+
+def _spills(sass: str) -> int:
+    return len(re.findall(r"\b(?:LDL|STL)\b", sass))
+
+
+def innermost_loops(sass: str) -> list[str]:
+    """The machine code of loops that hold no other loop: from a label to a branch back to it."""
+    lines = sass.splitlines()
+    labels = {line.strip().removesuffix(":"): number for number, line in enumerate(lines) if line.strip().endswith(":")}
+    loops = []
+    for end, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?(\w+)\s*;", line)
+        if target and labels.get(target[1], end + 1) <= end:
+            loops.append((labels[target[1]], end))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return ["\n".join(lines[begin : end + 1]) for begin, end in inner]
 
 
 def load_widths(kernel: Any) -> collections.Counter[str]:

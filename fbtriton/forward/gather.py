@@ -14,7 +14,7 @@ from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import any_bad_offset, chunk_size, counted, repair_bags, report_ids_of_bags
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
-from fbtriton.layout import Bags, BoundsCheck, Bucket, OperatorSpec
+from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
@@ -193,6 +193,15 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
     return blocks, triton.cdiv(dim, config.columns)
 
 
+def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bags) -> int | None:
+    """More than the configuration says where a program has bags of several tables, or rows need several narrow loads:
+    with fewer the loop over the rows would spill."""
+    if config.registers is None:
+        return None
+    narrow = bucket.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
+    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow
+
+
 def gather(
     *, out: Tensor, stamp: Tensor | None, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
     bags: Bags, check: BoundsCheck | None, report: Tensor | None,
@@ -244,6 +253,6 @@ def gather(
             IDS=max(8, 64 * config.num_warps // config.bags_per_program),
             FATAL=fatal,
             debug=fatal,
-            **launch_options(config.num_warps, config.registers),
+            **launch_options(config.num_warps, registers_for(config, bucket, weights.element_size(), bags)),
         )
         first_bag += num_bags
