@@ -105,7 +105,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} is taken for YAML, which needs PyYAML (pip install pyyaml); or use JSON"
             ) from error
-        values = yaml.safe_load(text)
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict) or not {"rows", "dims"} <= set(values):
         raise ValueError(f"{path} must give rows and dims")
     if unknown := set(values) - set(WORKLOAD_KEYS):
@@ -129,12 +132,24 @@ def routes_of(path: Path, gpu: str | None) -> str:
     )
     feature_tables = tuple(values.get("feature_tables") or range(tables))
     bags = tuple(map(float, _per(values.get("bags", 20.0), len(feature_tables))))
+    dtype = values.get("dtype", "fp16")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype of {path} must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if len(bags) != len(feature_tables):
+        raise ValueError(
+            f"bags of {path} must have one entry for each of {len(feature_tables)} features, got {len(bags)}"
+        )
+    for name in ("rows", "dims"):
+        if len(_per(values[name], tables)) != tables:
+            raise ValueError(f"{name} of {path} must have one entry for each of {tables} tables")
+    if not all(isinstance(table, int) and 0 <= table < tables for table in feature_tables):
+        raise ValueError(f"feature_tables of {path} must be table numbers in [0, {tables}), got {feature_tables}")
     spec = replace(
         EXAMPLE,
         tables=tuple(zip(_per(values["rows"], tables), _per(values["dims"], tables), strict=True)),
         feature_tables=feature_tables,
         pooling=values.get("pooling", "sum"),
-        weights_dtype=DTYPES[values.get("dtype", "fp16")],
+        weights_dtype=DTYPES[dtype],
         bag_size_hints=bags if "bags" in values else (),
     )
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else EXAMPLE_GPU

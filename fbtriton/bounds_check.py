@@ -1,7 +1,7 @@
 """Bounds check: count bad ids and offsets, remember the first bad id, repair the offsets.
 
-Ids are repaired where they are loaded (`fbtriton.rows.load_ids`), so nothing of the caller's is written and no copy
-of the ids is made. Offsets are repaired into a new tensor that the forward uses and the backward keeps:
+Ids are repaired where they are loaded (`fbtriton.rows.repair_and_check_ids`), so nothing of the caller's is written and
+no copy of the ids is made. Offsets are repaired into a new tensor that the forward uses and the backward keeps:
 
     repaired[0] = 0;   repaired[i] = max(repaired[i - 1], min(max(offsets[i], 0), N))
 
@@ -236,7 +236,7 @@ def check_ids_kernel(check, report_ptr, bags, features, batch_size, num_bags, BL
             report_bad_ids(report_ptr, check, bad, position, feature + tl.zeros_like(position), sample, row)
 
 
-def counted(report: Tensor | None, spec: OperatorSpec) -> Tensor | None:
+def counting_report(report: Tensor | None, spec: OperatorSpec) -> Tensor | None:
     """The report, if the mode counts what is bad."""
     return report if spec.bounds_check in ("warning", "fatal") else None
 
@@ -261,7 +261,7 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     fatal = spec.bounds_check == "fatal"
     check_offsets_kernel[(CHUNKS,)](
         check=check,
-        report_ptr=counted(report, spec),
+        report_ptr=counting_report(report, spec),
         offsets_ptr=offsets,
         num_offsets=offsets.numel(),
         num_entries=bags.indices.numel(),
@@ -274,19 +274,19 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
 
 
 def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: OperatorSpec) -> Tensor:
-    """The separate check; returns the repaired offsets. Writes the report in mode "warning"."""
+    """The separate check; returns the repaired offsets. Writes the report."""
     config = select_entry()
     check = check_offsets(bags=bags, report=report, spec=spec)
     num_entries = bags.indices.numel()
     repair_offsets_kernel[(1,)](
         check=check,
-        report_ptr=counted(report, spec),
+        report_ptr=counting_report(report, spec),
         offsets_ptr=bags.offsets,
         num_offsets=bags.offsets.numel(),
         num_entries=num_entries,
         BLOCK=config.block,
     )
-    if counted(report, spec) is not None and shape.num_bags and num_entries:
+    if counting_report(report, spec) is not None and shape.num_bags and num_entries:
         _check_ids(bags._replace(offsets=check.repaired), check, report, shape, spec, config)
     return check.repaired
 

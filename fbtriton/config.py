@@ -1,7 +1,7 @@
 """What a kernel is launched with: the target GPU, frozen configurations, and how tests force one.
 
-`select_*` are pure functions of the target and of shapes; nothing is tuned inside a user's training step. There is
-one row for every GPU so far, `DEFAULT`; rows for a GPU come with the measurement that justifies them.
+`select_*` are pure functions of the target and of shapes; nothing is tuned inside a user's training step. A row for a
+GPU comes with the measurement that justifies it; other GPUs and shapes get defaults.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class LongRunConfig:
     """Long runs: pieces of fixed length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
-    piece_length: int = 64  # at least the threshold: it bounds the number of pieces by N / threshold
+    piece_length: int = 64  # at least the threshold
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
     num_warps: int = 1
     programs_per_multiprocessor: int = 32
-    registers: int | None = None  # see GatherConfig
+    registers: int | None = None  # of grad_accum; see GatherConfig
 
     def __post_init__(self) -> None:
         if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:
@@ -194,17 +194,19 @@ class ForcedConfig:
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
 
-_forced: ContextVar[ForcedConfig] = ContextVar("fbtriton_forced_config", default=ForcedConfig())  # noqa: B039  (it is frozen)
+_forced = ForcedConfig()  # of the process, because autograd runs a GPU's backward in a thread of its own
 
 
 @contextlib.contextmanager
 def force_config(**configs: Any) -> Iterator[None]:
-    """Use the given configurations in this context, for tests and benchmarks: fields of `ForcedConfig`."""
-    token = _forced.set(replace(_forced.get(), **configs))
+    """Use the given configurations until the end of the block, for tests and benchmarks: fields of `ForcedConfig`."""
+    global _forced
+    before = _forced
+    _forced = replace(_forced, **configs)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 @functools.cache
@@ -225,12 +227,12 @@ def _warps_for(block_dim: int) -> int:
 
 
 def select_entry() -> EntryConfig:
-    return _forced.get().entry or EntryConfig()
+    return _forced.entry or EntryConfig()
 
 
 def select_gather(gpu: str, dim: int, itemsize: int, mean_length: float) -> tuple[GatherConfig, str]:
     """The configuration for rows of dim elements and bags of mean_length ids, and where it comes from."""
-    if forced := _forced.get().gather:
+    if forced := _forced.gather:
         return forced if isinstance(forced, GatherConfig) else forced[dim], "forced"
     return table_row(GATHER_ROWS, gpu, dim, itemsize, mean_length) or default_gather(dim, itemsize, mean_length)
 
@@ -253,7 +255,7 @@ def _power_of_two(value: float, least: int, most: int) -> int:
 
 
 def select_histogram() -> HistogramConfig:
-    return _forced.get().histogram or HistogramConfig()
+    return _forced.histogram or HistogramConfig()
 
 
 def select_sample_grad(block_dim: int) -> SampleGradConfig:
@@ -261,22 +263,22 @@ def select_sample_grad(block_dim: int) -> SampleGradConfig:
 
 
 def select_linearise() -> LineariseConfig:
-    return _forced.get().linearise or LineariseConfig()
+    return _forced.linearise or LineariseConfig()
 
 
 def select_runs() -> RunsConfig:
-    return _forced.get().runs or RunsConfig()
+    return _forced.runs or RunsConfig()
 
 
 def select_short_run(block_dim: int) -> ShortRunConfig:
     runs = max(1, min(32, 512 // block_dim))
-    forced = _forced.get().short_run
+    forced = _forced.short_run
     return forced or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
 
 
 def select_long_run(block_dim: int) -> LongRunConfig:
     rows = max(1, min(16, 512 // block_dim))
-    return _forced.get().long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+    return _forced.long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
 
 
 def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:
@@ -288,7 +290,7 @@ def launch_options(num_warps: int, registers: int | None = None) -> dict[str, in
 
 
 def select_sort() -> str | None:
-    return _forced.get().sort
+    return _forced.sort
 
 
 def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:

@@ -9,6 +9,7 @@ stamp that the forward returns. The backward is tied in by an `autograd.Function
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +45,14 @@ _library.define(
 _library.define(
     "embedding_bags_backward(Tensor grad_output, Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) seed_and_step,"
     " Tensor stamp, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
-    " bool needs_sample_weights_grad, str spec) -> Tensor",
+    " bool trains, bool needs_sample_weights_grad, str spec) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which need not be the tensors'."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
 
 
 def _bags(indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor]) -> Bags:
@@ -54,7 +60,8 @@ def _bags(indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: 
 
 
 def _place_bags(offsets: Tensor, batch_sizes: list[int], spec: str) -> list[Tensor]:
-    return list(place_bags(offsets, batch_sizes, OperatorSpec.from_json(spec)))
+    with _device_of(offsets):
+        return list(place_bags(offsets, batch_sizes, OperatorSpec.from_json(spec)))
 
 
 def _check_bounds(
@@ -63,7 +70,8 @@ def _check_bounds(
     parsed = OperatorSpec.from_json(spec)
     check = bounds.bounds_check if uses_kernels(indices.device) else reference.bounds_check
     shape = BatchShape.of(offsets, batch_sizes, parsed)
-    return check(bags=_bags(indices, offsets, None, vbe), report=report, shape=shape, spec=parsed)
+    with _device_of(indices):
+        return check(bags=_bags(indices, offsets, None, vbe), report=report, shape=shape, spec=parsed)
 
 
 def _embedding_bags(
@@ -72,34 +80,37 @@ def _embedding_bags(
     report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
-    return forward(
-        weights=weights,
-        hyperparameters=hyperparameters,
-        seed_and_step=seed_and_step,
-        bags=_bags(indices, offsets, sample_weights, vbe),
-        report=report,
-        shape=BatchShape.of(offsets, batch_sizes, parsed),
-        spec=parsed,
-    )
+    with _device_of(weights):
+        return forward(
+            weights=weights,
+            hyperparameters=hyperparameters,
+            seed_and_step=seed_and_step,
+            bags=_bags(indices, offsets, sample_weights, vbe),
+            report=report,
+            shape=BatchShape.of(offsets, batch_sizes, parsed),
+            spec=parsed,
+        )
 
 
 def _embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    needs_sample_weights_grad: bool, spec: str,
+    trains: bool, needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
-    sample_weights_grad = backward(
-        grad_output=grad_output,
-        weights=weights,
-        states=states,
-        seed_and_step=seed_and_step,
-        stamp=stamp,
-        bags=_bags(indices, offsets, sample_weights, vbe),
-        shape=BatchShape.of(offsets, batch_sizes, parsed),
-        needs_sample_weights_grad=needs_sample_weights_grad,
-        spec=parsed,
-    )
+    with _device_of(weights):
+        sample_weights_grad = backward(
+            grad_output=grad_output,
+            weights=weights,
+            states=states,
+            seed_and_step=seed_and_step,
+            stamp=stamp,
+            bags=_bags(indices, offsets, sample_weights, vbe),
+            shape=BatchShape.of(offsets, batch_sizes, parsed),
+            trains=trains,
+            needs_sample_weights_grad=needs_sample_weights_grad,
+            spec=parsed,
+        )
     return stamp.new_empty(0, dtype=torch.float32) if sample_weights_grad is None else sample_weights_grad
 
 
@@ -146,7 +157,7 @@ def _fake_embedding_bags(
 def _fake_embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    needs_sample_weights_grad: bool, spec: str,
+    trains: bool, needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     size = indices.numel() if needs_sample_weights_grad else 0
     return stamp.new_empty(size, dtype=torch.float32)
@@ -179,10 +190,10 @@ class _EmbeddingBags(torch.autograd.Function):
         states, vbe = others[: ctx.num_states], others[ctx.num_states :]
         sample_grad = None
         if grad_output is not None:
-            needed = ctx.needs_input_grad[1]
+            trains, needed = ctx.needs_input_grad[:2]
             result = torch.ops.fbtriton.embedding_bags_backward(
                 grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, vbe,
-                ctx.batch_sizes, needed, ctx.spec,
+                ctx.batch_sizes, trains, needed, ctx.spec,
             )  # fmt: skip
             sample_grad = result if needed else None
         return None, sample_grad, *[None] * 10
@@ -292,7 +303,7 @@ def table_batched_embedding_bags(
         feature, sample by sample, as FBGEMM has it.
 
     Mutates:
-        bounds_report in the forward (mode "warning"); weights, states and the step in the backward. The caller's
+        bounds_report in the forward; weights, states and the step in the backward. The caller's
         indices, offsets and per_sample_weights are never written.
 
     Raises:

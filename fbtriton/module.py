@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fbtriton import reference
 from fbtriton.bounds_check import MODES, REPORT_SIZE, BoundsReport, read_report
+from fbtriton.forward.routing import upload_routes
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
 from fbtriton.optim import OPTIMIZERS, Optimizer
@@ -148,6 +149,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0, device=device))
         if device.type == "cuda":
             layout.on_device(self.weights.device)
+            upload_routes(self.spec, self.weights.device)
 
     @property
     def _states(self) -> list[Tensor]:

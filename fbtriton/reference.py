@@ -159,7 +159,7 @@ def sample_weights_grad(
 
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    bags: Bags, shape: BatchShape, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
 ) -> Tensor | None:  # fmt: skip
     """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
@@ -168,7 +168,7 @@ def backward(
             sample_grad = sample_weights_grad(
                 grad_output=grad_output, weights=weights, bags=bags, shape=shape, spec=spec
             )
-        if shape.num_bags and bags.indices.numel():
+        if trains and shape.num_bags and bags.indices.numel():
             update_tables(
                 grad_output=grad_output, weights=weights, states=states, stamp=stamp,
                 bags=bags, shape=shape, spec=spec,

@@ -36,7 +36,7 @@ def upper_bound(sorted_ptr, size, value):
     high = low + size
     step = size
     while step > 0:
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2  # the sum could pass 2^31
         searching = low < high
         at_most = tl.load(sorted_ptr + middle, mask=searching, other=0) <= value
         low = tl.where(searching & at_most, middle + 1, low)
@@ -166,14 +166,6 @@ def load_tile(base_ptr, offset, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, 
     """Columns of the rows of DIM elements at each offset. offset, live [R] -> [R, BLOCK_D] fp32, 0 where masked"""
     pointer = base_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
     return tl.load(pointer, mask=tile_mask(live, DIM, BLOCK_D, first_column), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def scale_rows(rows, scales_ptr, position, live):
-    """Multiply each row by its entry's factor; scales_ptr None means 1. rows [R, BLOCK_D]; position, live [R]"""
-    if scales_ptr is not None:
-        rows *= tl.load(scales_ptr + position, mask=live, other=0.0)[:, None]
-    return rows
 
 
 @triton.jit

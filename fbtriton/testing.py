@@ -126,6 +126,7 @@ def reference_step(
         stamp=make_stamp(module.hyperparameters, seed_and_step),
         bags=bags,
         shape=shape,
+        trains=True,
         needs_sample_weights_grad=sample_grad,
         spec=spec,
     )

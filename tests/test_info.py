@@ -34,6 +34,9 @@ def test_routes_of_a_workload(tmp_path):
         (None, "--workload must be a file that can be read"),
         ({"rows": [1]}, "must give rows and dims"),
         ({"rows": [1], "dims": [4], "colour": 3}, "has unknown keys colour"),
+        ({"rows": [1], "dims": [4], "dtype": "int8"}, "must be one of fp32, fp16, bf16, got 'int8'"),
+        ({"rows": [1], "dims": [4], "bags": [1, 2]}, "must have one entry for each of 1 features, got 2"),
+        ({"rows": [1], "dims": [4], "feature_tables": [1]}, "must be table numbers in [0, 1)"),
     ],
 )
 def test_errors(content, message, tmp_path):

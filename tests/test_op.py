@@ -124,6 +124,17 @@ def test_gradient_of_sample_weights_only_when_needed(any_device, monkeypatch):
     assert asked == [False, True]
 
 
+def test_frozen_tables_are_not_trained(any_device):
+    """The gradient of the per-sample weights goes on; weights and step stay."""
+    module, _ = make(any_device)
+    module.requires_grad_(False)
+    weights = torch.rand(8, device=any_device, requires_grad=True)
+    before = module.weights.clone()
+    module(*batch(any_device), weights).sum().backward()
+    assert torch.equal(module.weights, before) and module.seed_and_step[1] == 0
+    assert weights.grad is not None and bool((weights.grad != 0).all())
+
+
 def test_opcheck(any_device):
     module, _ = make(any_device)
     indices, offsets = batch(any_device)
@@ -143,7 +154,7 @@ def test_opcheck(any_device):
     for sample_weights, needed in ((None, False), (weights.detach(), True)):
         torch.library.opcheck(
             torch.ops.fbtriton.embedding_bags_backward,
-            (torch.ones_like(output), module.weights, [], *saved, sample_weights, [], [], needed, text),
+            (torch.ones_like(output), module.weights, [], *saved, sample_weights, [], [], True, needed, text),
             test_utils=tests,
         )
 

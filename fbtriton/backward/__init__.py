@@ -38,9 +38,10 @@ def gradient_alignments(grad_output: Tensor, bags: Bags, layout: TableLayout) ->
 
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    bags: Bags, shape: BatchShape, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
 ) -> Tensor | None:  # fmt: skip
-    """Update weights and states in place; returns the gradient of the per-sample weights if it is needed."""
+    """Update weights and states in place if they are trained; returns the gradient of the per-sample weights if it is
+    needed."""
     if not uses_kernels(weights.device):
         return reference.backward(
             grad_output=grad_output,
@@ -50,6 +51,7 @@ def backward(
             stamp=stamp,
             bags=bags,
             shape=shape,
+            trains=trains,
             needs_sample_weights_grad=needs_sample_weights_grad,
             spec=spec,
         )
@@ -70,7 +72,11 @@ def backward(
             spec=spec,
         )
 
+    if not trains:
+        return sample_grad
     long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
+    trees = {(config.threshold, config.piece_length, config.fan_in) for config in long_runs}
+    assert len(trees) == 1, "runs are cut into pieces alike in all buckets"
     form = entry_form(bags, grad_alignments, spec)
     keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, spec=spec)
     keys, payload = sort_pairs(keys, entries.payload, max(1, spec.layout.no_key.bit_length()))

@@ -187,11 +187,13 @@ def bucket_range(ranges_ptr, bucket, KIND: tl.constexpr):
 
 
 def table_sizes(num_slots: int, num_rows: int, long_run: LongRunConfig) -> dict[str, int]:
-    """Upper bounds. A run of n >= threshold entries has at most n / threshold pieces, because a piece is at least as
-    long as the threshold, and at most n / piece_length + 1; the groups are at most doubled by rounding up."""
+    """Upper bounds. A run of n entries has at most n / piece_length + 1 pieces, and if it is long at most n / threshold
+    where pieces are about twice as long as the threshold; rounding up at most doubles the groups."""
     runs = min(num_slots, num_rows)
     long_runs = min(num_slots // long_run.threshold, num_rows)
-    pieces = min(num_slots // long_run.threshold, num_slots // long_run.piece_length + long_runs)
+    pieces = num_slots // long_run.piece_length + long_runs
+    if 2 * long_run.threshold <= long_run.piece_length + 1:
+        pieces = min(pieces, num_slots // long_run.threshold)
     groups = 2 * num_slots // (long_run.piece_length * long_run.fan_in)
     return {"runs": runs, "long_runs": long_runs, "pieces": pieces, "groups": groups}
 

@@ -22,7 +22,7 @@ class Forward(NamedTuple):
 
     output: Tensor  # pooled rows, of `BatchShape.output_shape`
     stamp: Tensor  # see `fbtriton.rows`
-    offsets: Tensor  # the repaired offsets; empty if the given ones need no repair
+    offsets: Tensor  # the repaired offsets; empty if they were checked before
 
 
 def forward(

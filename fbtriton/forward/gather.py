@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import any_bad_offset, chunk_size, counted, repair_bags, report_ids_of_bags
+from fbtriton.bounds_check import any_bad_offset, chunk_size, counting_report, repair_bags, report_ids_of_bags
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
 from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
@@ -155,6 +155,8 @@ def gather_kernel(
     if check is not None:
         # After the sum, when the ids lie in the nearest cache. What is found is rare, and is summed again.
         suspicious = ever_bad != 0
+        if suspicious:
+            suspicious = any_bad_offset(check)
         if report_ptr is not None:
             bad = find_bad_ids(
                 offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
@@ -205,7 +207,7 @@ def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bag
 def gather(
     *, out: Tensor, stamp: Tensor | None, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
     bags: Bags, check: BoundsCheck | None, report: Tensor | None,
-    parts: list[tuple[Bucket, tuple[int, ...]]], shape: BatchShape, spec: OperatorSpec,
+    parts: tuple[tuple[Bucket, tuple[int, ...]], ...], shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Fill the parts of some features in out, of `shape.output_shape`: one launch for each bucket in parts.
 
@@ -227,7 +229,7 @@ def gather(
         gather_kernel[gather_grid(bucket.dim, len(chosen), num_bags, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
-            report_ptr=counted(report, spec) if check is not None else None,
+            report_ptr=counting_report(report, spec) if check is not None else None,
             check=check,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,

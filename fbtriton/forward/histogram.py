@@ -9,7 +9,8 @@ count of 255 or more does not fit; the second kernel counts such a bag again and
 Error: counts up to 254 are exact in fp16 and tf32. fp16 weights are multiplied as they are, bf16 weights as tf32,
 which holds them exactly; the products are exact in the fp32 accumulator. fp32 weights are split into two tf32 parts,
 which leaves 2^-22 of a weight. So a sum differs from the gather's by its order of additions and, for fp32 weights, by
-at most 2^-22 of the sum of magnitudes.
+at most 2^-22 of the sum of magnitudes. Every row of the table takes part in every product, with a count of 0 if need
+be: an infinity or NaN in a row reaches all bags of the feature, not only those that hold it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import any_bad_offset, chunk_size, counted, repair_bags, report_ids_of_bags
+from fbtriton.bounds_check import any_bad_offset, chunk_size, counting_report, repair_bags, report_ids_of_bags
 from fbtriton.config import HistogramConfig, launch_options
+from fbtriton.forward.routing import counted_features
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import bag_bounds, load_checked_ids, tile_mask, write_stamp
 
@@ -87,11 +89,14 @@ def count_kernel(
         counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
     )
     if check is not None:
-        if bad_id | (tl.load(check.ever_bad) != 0):  # rare: report and repair, then count again
+        bad_offset = tl.load(check.ever_bad) != 0
+        if bad_offset:
+            bad_offset = any_bad_offset(check)
+        if bad_id | bad_offset:  # rare: report and repair, then count again
             inside = sample < batch_size
             sample = tl.where(inside, sample, 0)
             bag = feature * batch_size + sample
-            if any_bad_offset(check):
+            if bad_offset:
                 repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
             if report_ptr is not None:
                 begin, length = bag_bounds(check.repaired, bag, num_entries)
@@ -188,7 +193,7 @@ def histogram(
     count_kernel[(len(features) * triton.cdiv(batch_size, config.count_bags),)](
         counts_ptr=counts,
         stamp_ptr=stamp,
-        report_ptr=counted(report, spec) if check is not None else None,
+        report_ptr=counting_report(report, spec) if check is not None else None,
         check=check,
         hyperparameters_ptr=hyperparameters,
         seed_and_step_ptr=seed_and_step,
@@ -208,10 +213,7 @@ def histogram(
     )
     if check is not None:
         bags = bags._replace(offsets=check.repaired)
-    for bucket in layout.buckets:
-        chosen = tuple(f for f in bucket.features if f in features)
-        if not chosen:
-            continue
+    for bucket, chosen, numbers in counted_features(spec, features):
         columns = min(bucket.block_dim, config.pool_row_bytes // weights.element_size())
         blocks = len(chosen) * triton.cdiv(batch_size, config.pool_bags)
         pool_counts_kernel[(blocks, triton.cdiv(bucket.dim, columns))](
@@ -219,7 +221,7 @@ def histogram(
             weights_ptr=weights,
             counts_ptr=counts,
             feature_list_ptr=layout.numbers_on_device(chosen, device),
-            counts_number_ptr=layout.numbers_on_device(tuple(map(features.index, chosen)), device),
+            counts_number_ptr=layout.numbers_on_device(numbers, device),
             features=on_device.features,
             bags=bags,
             batch_size=batch_size,

@@ -26,10 +26,33 @@ HISTOGRAM_DIMS = range(16, 257)
 
 
 @functools.lru_cache(maxsize=256)
-def gathered_features(spec: OperatorSpec, counted: tuple[int, ...]) -> list[tuple[Bucket, tuple[int, ...]]]:
+def gathered_features(spec: OperatorSpec, counted: tuple[int, ...]) -> tuple[tuple[Bucket, tuple[int, ...]], ...]:
     """For each dim the features that are not counted: one launch of the gather each."""
-    parts = [(bucket, tuple(f for f in bucket.features if f not in counted)) for bucket in spec.layout.buckets]
-    return [(bucket, features) for bucket, features in parts if features]
+    left_out = set(counted)
+    parts = [(bucket, tuple(f for f in bucket.features if f not in left_out)) for bucket in spec.layout.buckets]
+    return tuple((bucket, features) for bucket, features in parts if features)
+
+
+@functools.lru_cache(maxsize=256)
+def counted_features(
+    spec: OperatorSpec, counted: tuple[int, ...]
+) -> tuple[tuple[Bucket, tuple[int, ...], tuple[int, ...]], ...]:
+    """For each dim the features that are counted, and where each stands among all of those: one product each."""
+    number = {feature: n for n, feature in enumerate(counted)}
+    parts = [(bucket, tuple(f for f in bucket.features if f in number)) for bucket in spec.layout.buckets]
+    return tuple((bucket, features, tuple(number[f] for f in features)) for bucket, features in parts if features)
+
+
+def upload_routes(spec: OperatorSpec, device: torch.device) -> None:
+    """Copy to the device what any route of later batches needs, so that no copy falls into a capture."""
+    for long_bags in (False, True):
+        counted = _histogram_features(spec, long_bags, False, select_histogram())
+        for _, features in gathered_features(spec, counted):
+            spec.layout.numbers_on_device(features, device)
+        for _, features, numbers in counted_features(spec, counted):
+            spec.layout.numbers_on_device(features, device)
+            spec.layout.numbers_on_device(numbers, device)
+        spec.layout.numbers_on_device(counted, device)
 
 
 def bag_length(spec: OperatorSpec, features: tuple[int, ...], mean_length: float) -> float:
