@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
-from fbtriton.config import GatherConfig, force_config, kernels_on_cpu
+from fbtriton.config import GatherConfig, HistogramConfig, force_config, kernels_on_cpu
 
 GUARD = 64  # elements on both sides of the weights that nothing may touch
 
@@ -312,3 +312,29 @@ def test_fused_and_separate_checks_agree(batch, pooling, bags, any_device):
     run(reference, *batch)
     kernels_on_cpu.reset(token)
     assert results[0][2] == reference.bounds_report()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name, given, repaired, count", BAD_OFFSETS, ids=[case[0] for case in BAD_OFFSETS])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_counted_tables_are_checked_alike(name, given, repaired, count, pooling, device):
+    """Small tables on the way of the histogram, with bad ids too: fused, separate and reference find the same."""
+    results = []
+    indices = torch.tensor([0, 9, -1, -5], device=device)
+    for fused, place in ((True, device), (False, device), (True, torch.device("cpu"))):
+        torch.manual_seed(0)
+        module = TableBatchedEmbeddingBags(
+            [Table(4, 16), Table(3, 16)], optimizer=SGD(1.0), pooling=pooling, fused_bounds_check=fused, device=place
+        )
+        with torch.no_grad():
+            module.weights.copy_(torch.arange(module.weights.numel()) / 8)
+        token = kernels_on_cpu.set(kernels_on_cpu.get() and len(results) < 2)
+        with force_config(histogram=HistogramConfig(min_length=0, ids=16, count_bags=2, pool_bags=16)):
+            output = module(indices.to(place), torch.tensor(given, device=place))
+            output.sum().backward()
+        kernels_on_cpu.reset(token)
+        results.append((output.detach().cpu(), module.weights.cpu(), module.bounds_report()))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    torch.testing.assert_close(results[0][0], results[2][0])
+    assert results[0][2] == results[1][2] == results[2][2]
+    assert results[0][2].bad_offsets == count

@@ -83,13 +83,14 @@ def count_kernel(
     offsets_ptr = bags.offsets
     if check is not None:
         offsets_ptr = check.repaired
+        ever_bad = tl.load(check.ever_bad)  # long before it is used
     table_rows = tl.load(features.rows + feature)
     first = tl.min(sample)
     bad_id = count_bags(
         counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
     )
     if check is not None:
-        bad_offset = tl.load(check.ever_bad) != 0
+        bad_offset = ever_bad != 0
         if bad_offset:
             bad_offset = any_bad_offset(check)
         if bad_id | bad_offset:  # rare: report and repair, then count again
