@@ -112,7 +112,7 @@ def test_rows_are_loaded_16_bytes_a_lane(dtype, dim, arch):
         widths = load_widths(kernel)
         assert widths["LDG.E.128"] > 0, (name, widths)
         assert not any("U16" in width for width in widths), (name, widths)
-        assert resources(kernel).spills == 0, name
+        assert resources(kernel).loop_spills == 0, name
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -196,12 +196,13 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
 
 
 def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bags) -> int | None:
-    """More than the configuration says where a program has bags of several tables, or rows need several narrow loads:
-    with fewer the loop over the rows would spill."""
+    """More than the configuration says where a program has bags of several tables, rows need several narrow loads, or
+    weights come with wide ids: with fewer the loop over the rows would spill."""
     if config.registers is None:
         return None
     narrow = bucket.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
-    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow
+    wide_and_weighted = bags.sample_weights is not None and bags.indices.element_size() == 8
+    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow + 16 * wide_and_weighted
 
 
 def gather(
