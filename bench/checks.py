@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bench import tables
 from bench.device_time import profile_calls, short_name
+from bench.measure import FLUSH_BYTES
 from bench.providers import Fbtriton
 from bench.workloads import Workload, make_requests
 
@@ -33,7 +34,7 @@ def measure(workload: Workload, ids: str) -> dict[str, dict[str, float]]:
     device = torch.device("cuda")
     provider = Fbtriton(workload, ids, "", device, 1)
     requests = make_requests(workload, REQUESTS, 1, device, ids)
-    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     base = provider.module.spec
     specs = {name: replace(base, bounds_check=mode, fused_bounds_check=fused) for name, (mode, fused) in MODES.items()}
     turns = [(name, request) for _ in range(REPETITIONS) for request in requests for name in MODES]

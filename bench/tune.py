@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +26,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import tables
-from bench.workloads import DTYPES, ID_DTYPES, Workload
+from bench.measure import FLUSH_BYTES
+from bench.providers import Fbtriton
+from bench.workloads import DTYPES, ID_DTYPES, Request, Workload, make_request, make_requests
 
 REPETITIONS = 3
 SHOWN = 3  # fastest candidates of each workload
@@ -103,36 +105,30 @@ TUNABLES = {
 }
 
 
-def _module(workload: Workload, device: torch.device) -> Any:
-    from bench.providers import Fbtriton
+def _forced_step(tunable: Tunable, candidate: Any, provider: Fbtriton, request: Request) -> None:
+    """One forward, and a backward if that is where the kernel is; candidate None = as it is chosen now."""
+    from fbtriton.config import force_config
 
-    return Fbtriton(workload, "int32", "", device, 1).module
-
-
-def _step(module: Any, request: Any, workload: Workload, backward: bool) -> Any:
-    sizes = workload.batch_sizes
-    output = module(*request, batch_sizes=None if sizes is None else [[size] for size in sizes])
-    if backward:
-        output.backward(torch.ones_like(output))
-    return output
+    with force_config(**({tunable.field: candidate} if candidate else {})):
+        output = provider.forward(request)
+        if tunable.backward:
+            provider.backward(output, torch.ones_like(output))
 
 
 def compile_candidates(workload: Workload, tunable: Tunable, candidates: list[Any], ids: str, arch: int) -> int:
     """Fill Triton's cache; returns how many did not compile. Runs in a process of its own."""
     from bench.occupancy import shrink, silence
-    from bench.workloads import make_request
     from fbtriton.compile_only import compile_only
-    from fbtriton.config import force_config
 
     silence()
-    small = replace(shrink(workload), rows=workload.rows if max(workload.rows) <= 1000 else shrink(workload).rows)
-    module = _module(small, torch.device("cpu"))
+    small = shrink(workload)
+    provider = Fbtriton(small, ids, "", torch.device("cpu"), 1)
     request = make_request(small, 0, torch.device("cpu"), ID_DTYPES[ids])
     failed = 0
     for candidate in candidates:
         try:
-            with force_config(**{tunable.field: candidate}), compile_only("cuda", arch):
-                _step(module, request, small, tunable.backward)
+            with compile_only("cuda", arch):
+                _forced_step(tunable, candidate, provider, request)
         except Exception:
             failed += 1  # it fails again, and says why, when it is timed
     return failed
@@ -168,19 +164,17 @@ def _candidates(workload: Workload, tunable: Tunable) -> list[Any]:
 def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) -> dict[int, dict[Any, float]]:
     """For each dim the median time of each candidate, us; None = as it is chosen now."""
     from bench.device_time import profile_calls, short_name
-    from bench.workloads import make_requests
-    from fbtriton.config import force_config
 
     device = torch.device("cuda")
-    module = _module(workload, device)
+    provider = Fbtriton(workload, ids, "", device, 1)
     requests = make_requests(workload, REPETITIONS, 1, device, ids)
-    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     candidates: list[Any] = [None, *_candidates(workload, tunable)]
     task = progress.add_task(workload.name, total=len(candidates))
     calls, owners, reasons = [], [], []
     for candidate in candidates:
         progress.advance(task)
-        call = partial(_forced, force_config, tunable, candidate, module, workload)
+        call = partial(_forced_step, tunable, candidate, provider)
         try:
             call(requests[0])
             torch.cuda.synchronize()
@@ -202,11 +196,6 @@ def _time(workload: Workload, tunable: Tunable, ids: str, progress: Progress) ->
     for reason in reasons:
         progress.console.print(f"{workload.name}: {reason}")
     return {dim: {config: statistics.median(us) for config, us in found.items()} for dim, found in samples.items()}
-
-
-def _forced(force_config: Any, tunable: Tunable, candidate: Any, module: Any, workload: Workload, request: Any) -> None:
-    with force_config(**({tunable.field: candidate} if candidate else {})):
-        _step(module, request, workload, tunable.backward)
 
 
 def _mean_length(workload: Workload) -> float:

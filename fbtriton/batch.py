@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.config import select_entry, uses_kernels
-from fbtriton.layout import Bucket, OperatorSpec, VbeLayout
+from fbtriton.layout import OperatorSpec, VbeLayout
 from fbtriton.rows import upper_bound
 
 
@@ -57,8 +57,8 @@ class BatchShape:
         """[F + 1] the first bag of each feature."""
         return [0, *np.cumsum(self.samples).tolist()]
 
-    def bags_of(self, bucket: Bucket) -> int:
-        return sum(self.samples[feature] for feature in bucket.features)
+    def bags_of(self, features: Sequence[int]) -> int:
+        return sum(self.samples[feature] for feature in features)
 
 
 class Segments(NamedTuple):

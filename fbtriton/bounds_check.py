@@ -144,6 +144,15 @@ def any_bad_offset(check):
 
 
 @triton.jit
+def has_bad_offset(check, ever_bad):
+    """`any_bad_offset`, looked up only if an offset was ever bad."""
+    bad_offset = ever_bad != 0
+    if bad_offset:
+        bad_offset = any_bad_offset(check)
+    return bad_offset
+
+
+@triton.jit
 def repair_offset(offsets_ptr, check, number, num_entries, chunk):
     """The repaired offsets of the given numbers. Slow: it walks a chunk. number [K] int64 -> [K] int64"""
     own_chunk = number // chunk
@@ -278,16 +287,17 @@ def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: Operato
     config = select_entry()
     check = check_offsets(bags=bags, report=report, spec=spec)
     num_entries = bags.indices.numel()
+    counting = counting_report(report, spec)
     repair_offsets_kernel[(1,)](
         check=check,
-        report_ptr=counting_report(report, spec),
+        report_ptr=counting,
         offsets_ptr=bags.offsets,
         num_offsets=bags.offsets.numel(),
         num_entries=num_entries,
         BLOCK=config.block,
     )
-    if counting_report(report, spec) is not None and shape.num_bags and num_entries:
-        _check_ids(bags._replace(offsets=check.repaired), check, report, shape, spec, config)
+    if counting is not None and shape.num_bags and num_entries:
+        _check_ids(bags._replace(offsets=check.repaired), check, counting, shape, spec, config)
     return check.repaired
 
 

@@ -39,7 +39,6 @@ class EntryConfig:
     """Kernels that work on entries, runs or bags as integers, not on rows."""
 
     block: int = 256  # entries of one step
-    num_warps: int = 4
     programs_per_multiprocessor: int = 8
 
 
@@ -272,8 +271,7 @@ def select_runs() -> RunsConfig:
 
 def select_short_run(block_dim: int) -> ShortRunConfig:
     runs = max(1, min(32, 512 // block_dim))
-    forced = _forced.short_run
-    return forced or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
+    return _forced.short_run or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
 
 
 def select_long_run(block_dim: int) -> LongRunConfig:

@@ -118,17 +118,24 @@ def first_bag_of(vbe, feature, batch_size):
 
 
 @triton.jit
-def is_bad_id(row, table_rows):
-    return (row != -1) & ((row < 0) | (row >= table_rows))
+def is_row(ids, table_rows):
+    """Whether ids, of any shape, are in [0, table_rows): one unsigned comparison finds negative and large ones."""
+    if ids.dtype == tl.int32:
+        valid = ids.to(tl.uint32, bitcast=True) < tl.minimum(table_rows, 1 << 31).to(tl.uint32)
+    else:
+        valid = ids.to(tl.uint64, bitcast=True) < table_rows.to(tl.uint64, bitcast=True)
+    return valid
+
+
+@triton.jit
+def is_bad_id(ids, table_rows):
+    return ~is_row(ids, table_rows) & (ids != -1)
 
 
 @triton.jit
 def repair_and_check_ids(ids, table_rows):
     """`repair_ids` with rows of the dtype of the ids, and whether each id is out of range. Any shape."""
-    if ids.dtype == tl.int32:  # one unsigned comparison finds negative and large ids
-        valid = ids.to(tl.uint32, bitcast=True) < tl.minimum(table_rows, 1 << 31).to(tl.uint32)
-    else:
-        valid = ids.to(tl.uint64, bitcast=True) < table_rows.to(tl.uint64, bitcast=True)
+    valid = is_row(ids, table_rows)
     takes_part = (ids != -1) & (table_rows > 0)
     return tl.where(valid, ids, 0), takes_part, ~valid & (ids != -1)
 
@@ -162,10 +169,38 @@ def tile_mask(live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
 
 
 @triton.jit
+def tile_pointer(base_ptr, offset, BLOCK_D: tl.constexpr, first_column=0):
+    """offset [R] -> [R, BLOCK_D]"""
+    return base_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
+
+
+@triton.jit
 def load_tile(base_ptr, offset, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
     """Columns of the rows of DIM elements at each offset. offset, live [R] -> [R, BLOCK_D] fp32, 0 where masked"""
-    pointer = base_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    pointer = tile_pointer(base_ptr, offset, BLOCK_D, first_column)
     return tl.load(pointer, mask=tile_mask(live, DIM, BLOCK_D, first_column), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(base_ptr, offset, value, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr, first_column=0):
+    """The inverse of `load_tile`, rounding to the dtype behind base_ptr. offset, live [R]; value [R, BLOCK_D]"""
+    pointer = tile_pointer(base_ptr, offset, BLOCK_D, first_column)
+    mask = tile_mask(live, DIM, BLOCK_D, first_column)
+    tl.store(pointer, value.to(base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def mean_factor(length):
+    """What a bag's sum is multiplied by for its mean. length any shape"""
+    return 1.0 / tl.maximum(length, 1).to(tl.float32)
+
+
+@triton.jit
+def program_block(batch_size, BAGS: tl.constexpr):
+    """Where programs take BAGS samples of one feature each: this one's number in the list of features, and its first
+    sample. int32"""
+    blocks = tl.cdiv(batch_size, BAGS)
+    return tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BAGS
 
 
 @triton.jit
@@ -177,12 +212,9 @@ def store_rows(
 
     fp32 rows are stored as they are, whatever STOCHASTIC says.
     """
-    pointer = weights_ptr + weight_offset[:, None] + tl.arange(0, BLOCK_D)[None, :]
     DTYPE: tl.constexpr = weights_ptr.dtype.element_ty
     if STOCHASTIC and DTYPE != tl.float32:
         seed = tl.load(stamp_ptr + STAMP_SEED)
         step = tl.load(stamp_ptr + STAMP_STEP)
-        rounded = round_stochastically(value, rounding_noise(seed, step, state_row, BLOCK_D), DTYPE)
-    else:
-        rounded = value.to(DTYPE)
-    tl.store(pointer, rounded, mask=tile_mask(live, DIM, BLOCK_D))
+        value = round_stochastically(value, rounding_noise(seed, step, state_row, BLOCK_D), DTYPE)
+    store_tile(weights_ptr, weight_offset, value, live, DIM, BLOCK_D)

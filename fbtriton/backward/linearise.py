@@ -21,7 +21,7 @@ from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_linearise
 from fbtriton.layout import Bags, Entries, OperatorSpec
-from fbtriton.rows import bag_bounds, bag_feature, count_at_most, output_offset, repair_ids, upper_bound
+from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def write_entries(
         scale = tl.load(bags.sample_weights + position, mask=live, other=0.0)
     if MEAN:
         _, length = bag_bounds(bags.offsets, bag, num_entries)
-        scale *= 1.0 / tl.maximum(length, 1).to(tl.float32)
+        scale *= mean_factor(length)
     grad_offset = output_offset(bags, features, bag, feature, batch_size, grad_stride)
     store_entry(entries, position, grad_offset, scale, SCALED, UNIT)
 

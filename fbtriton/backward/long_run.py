@@ -18,7 +18,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range
+from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
 from fbtriton.config import LongRunConfig, fixed_grid, launch_options, target_of
 from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -152,7 +152,7 @@ def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: L
             partials_ptr=partials,
             groups=tables.groups,
             ranges_ptr=tables.ranges,
-            num_buckets=tables.ranges.numel() // 4 - 1,
+            num_buckets=num_buckets(tables),
             span=span,
             partial_stride=partials.stride(0),
             DIM=partials.shape[1],

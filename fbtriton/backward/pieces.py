@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES
+from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, num_buckets
 from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
 from fbtriton.layout import RunTables
 from fbtriton.rows import upper_bound
@@ -60,7 +60,7 @@ def expand(*, tables: RunTables, long_run: LongRunConfig) -> None:
         runs=tables.runs,
         long_runs=tables.long_runs,
         ranges_ptr=tables.ranges,
-        num_buckets=tables.ranges.numel() // 4 - 1,
+        num_buckets=num_buckets(tables),
         BLOCK=config.block,
         PIECE=long_run.piece_length,
         FAN_IN=long_run.fan_in,

@@ -186,6 +186,10 @@ def bucket_range(ranges_ptr, bucket, KIND: tl.constexpr):
     return tl.load(begin_ptr), tl.load(begin_ptr + KINDS)
 
 
+def num_buckets(tables: RunTables) -> int:
+    return tables.ranges.numel() // KINDS.value - 1
+
+
 def table_sizes(num_slots: int, num_rows: int, long_run: LongRunConfig) -> dict[str, int]:
     """Upper bounds. A run of n entries has at most n / piece_length + 1 pieces, and if it is long at most n / threshold
     where pieces are about twice as long as the threshold; rounding up at most doubles the groups."""
@@ -213,7 +217,7 @@ def empty_tables(num_slots: int, long_run: LongRunConfig, spec: OperatorSpec, de
         group_first_pieces=size["groups"],
         group_pieces_left=size["groups"],
         group_numbers=size["groups"],
-        ranges=4 * (len(spec.layout.buckets) + 1),
+        ranges=KINDS.value * (len(spec.layout.buckets) + 1),
     )
     return RunTables(
         runs=Runs(narrow["run_starts"], wide["weight_offsets"], wide["state_rows"]),
@@ -236,7 +240,9 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
     (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
     blocks = triton.cdiv(num_slots // config.block, programs)  # of each program
     programs = triton.cdiv(num_slots // config.block, blocks)
-    scratch = carve(keys.device, torch.int32, counts=4 * programs, long_ends=num_slots // long_run.threshold + 1)
+    scratch = carve(
+        keys.device, torch.int32, counts=KINDS.value * programs, long_ends=num_slots // long_run.threshold + 1
+    )
     shared = {
         "counts_ptr": scratch["counts"],
         "long_ends_ptr": scratch["long_ends"],

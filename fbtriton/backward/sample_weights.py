@@ -12,7 +12,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_sample_grad
 from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, output_offset
+from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, mean_factor, output_offset
 
 
 @triton.jit(do_not_specialize=["first_bag", "batch_size", "num_entries"])
@@ -32,7 +32,7 @@ def sample_weights_grad_kernel(
     offset = tl.multiple_of(offset, GRAD_ALIGNMENT)
     grad = tl.load(grad_ptr + offset + column, mask=column < DIM, other=0.0).to(tl.float32)
     if MEAN:
-        grad *= 1.0 / tl.maximum(length, 1).to(tl.float32)
+        grad *= mean_factor(length)
     lane = tl.arange(0, ROWS)
     for step in range(0, length, ROWS):
         position = begin + step + lane  # [ROWS]
@@ -54,7 +54,7 @@ def sample_weights_grad(
     first_bag = 0
     for number, bucket in enumerate(layout.buckets):
         config = select_sample_grad(bucket.block_dim)
-        num_bags = shape.bags_of(bucket)
+        num_bags = shape.bags_of(bucket.features)
         if num_bags == 0:
             continue
         sample_weights_grad_kernel[(num_bags,)](

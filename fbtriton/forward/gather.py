@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import any_bad_offset, chunk_size, counting_report, repair_bags, report_ids_of_bags
+from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
 from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
@@ -20,7 +20,9 @@ from fbtriton.rows import (
     bucket_bag,
     first_bag_of,
     load_checked_ids,
-    tile_mask,
+    mean_factor,
+    program_block,
+    store_tile,
     write_stamp,
 )  # fmt: skip
 
@@ -33,9 +35,9 @@ def bags_of_program(bags, bucket_features_ptr, number, first_bag, num_bags, batc
     of earlier buckets.
     """
     if bags.vbe is None:
-        blocks = tl.cdiv(batch_size, BAGS)
-        feature = tl.load(bucket_features_ptr + tl.program_id(0) // blocks)
-        sample = (tl.program_id(0) % blocks) * BAGS + number
+        feature_number, first_sample = program_block(batch_size, BAGS)
+        feature = tl.load(bucket_features_ptr + feature_number)
+        sample = first_sample + number
         live = sample < batch_size
         sample = tl.where(live, sample, 0).to(tl.int64)
         bag = feature * batch_size + sample
@@ -110,10 +112,9 @@ def store_bags(
         offset = tl.load(bags.vbe.output_offsets + bag)
     if MEAN:
         _, length = bag_bounds(offsets_ptr, bag, num_entries)
-        pooled *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
+        pooled *= mean_factor(length)[:, None]
     offset = tl.multiple_of(offset, [OUTPUT_ALIGNMENT])
-    pointer = out_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
-    tl.store(pointer, pooled.to(out_ptr.dtype.element_ty), mask=tile_mask(live, DIM, BLOCK_D, first_column))
+    store_tile(out_ptr, offset, pooled, live, DIM, BLOCK_D, first_column)
 
 
 @triton.jit(do_not_specialize=["first_bag", "num_bags", "batch_size", "num_entries", "num_columns", "chunk"])
@@ -154,9 +155,8 @@ def gather_kernel(
     )  # fmt: skip
     if check is not None:
         # After the sum, when the ids lie in the nearest cache. What is found is rare, and is summed again.
-        suspicious = ever_bad != 0
-        if suspicious:
-            suspicious = any_bad_offset(check)
+        bad_offset = has_bad_offset(check, ever_bad)
+        suspicious = bad_offset
         if report_ptr is not None:
             bad = find_bad_ids(
                 offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
@@ -165,7 +165,7 @@ def gather_kernel(
             suspicious = suspicious | (tl.max(bad.to(tl.int32)) > 0)
         if suspicious:
             counted = live & (lane == 0) & (first_column == 0)
-            if any_bad_offset(check):
+            if bad_offset:
                 repair_bags(check, report_ptr, bags.offsets, bag, counted, num_entries, chunk)
             begin, length = bag_bounds(check.repaired, bag, num_entries)
             length = tl.where(live, length, 0)
@@ -222,7 +222,7 @@ def gather(
     fatal = spec.bounds_check == "fatal" and check is not None
     first_bag = 0
     for bucket, chosen in parts:
-        num_bags = sum(shape.samples[feature] for feature in chosen)
+        num_bags = shape.bags_of(chosen)
         if num_bags == 0:
             continue
         length = bag_length(spec, chosen, mean_length)
@@ -230,7 +230,7 @@ def gather(
         gather_kernel[gather_grid(bucket.dim, len(chosen), num_bags, config, shape)](
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
-            report_ptr=counting_report(report, spec) if check is not None else None,
+            report_ptr=counting_report(report, spec),
             check=check,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,

@@ -20,11 +20,20 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.bounds_check import any_bad_offset, chunk_size, counting_report, repair_bags, report_ids_of_bags
+from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
 from fbtriton.config import HistogramConfig, launch_options
 from fbtriton.forward.routing import counted_features
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
-from fbtriton.rows import bag_bounds, load_checked_ids, tile_mask, write_stamp
+from fbtriton.rows import (
+    bag_bounds,
+    load_checked_ids,
+    mean_factor,
+    program_block,
+    store_tile,
+    tile_mask,
+    tile_pointer,
+    write_stamp,
+)  # fmt: skip
 
 OVERFLOW = 255
 COUNT_OVERFLOW = tl.constexpr(OVERFLOW)
@@ -34,10 +43,9 @@ BLOCK_BINS = 64  # rows of a table in one product
 @triton.jit
 def feature_and_samples(feature_list_ptr, batch_size, BAGS: tl.constexpr):
     """Which feature of the list this program works on (number and feature), and its samples [BAGS] int64."""
-    blocks = tl.cdiv(batch_size, BAGS)
-    number = (tl.program_id(0) // blocks).to(tl.int64)
-    sample = ((tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS)).to(tl.int64)
-    return number, tl.load(feature_list_ptr + number), sample
+    number, first_sample = program_block(batch_size, BAGS)
+    sample = (first_sample + tl.arange(0, BAGS)).to(tl.int64)
+    return number.to(tl.int64), tl.load(feature_list_ptr + number), sample
 
 
 @triton.jit
@@ -90,9 +98,7 @@ def count_kernel(
         counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
     )
     if check is not None:
-        bad_offset = ever_bad != 0
-        if bad_offset:
-            bad_offset = any_bad_offset(check)
+        bad_offset = has_bad_offset(check, ever_bad)
         if bad_id | bad_offset:  # rare: report and repair, then count again
             inside = sample < batch_size
             sample = tl.where(inside, sample, 0)
@@ -132,7 +138,7 @@ def load_rows_of_table(
     weights_ptr, table_offset, table_rows, row, first_column, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Neighbouring rows, in their dtype. row [BINS] int32 -> [BINS, BLOCK_D], 0 past the table"""
-    pointer = weights_ptr + table_offset + row[:, None] * DIM + (first_column + tl.arange(0, BLOCK_D))[None, :]
+    pointer = tile_pointer(weights_ptr + table_offset, row * DIM, BLOCK_D, first_column)
     return tl.load(pointer, mask=tile_mask(row < table_rows, DIM, BLOCK_D, first_column), other=0.0)
 
 
@@ -173,10 +179,9 @@ def pool_counts_kernel(
                 total = tl.where(chosen[:, None], exact[None, :], total)
     if MEAN:
         _, length = bag_bounds(bags.offsets, feature * batch_size + tl.where(inside, sample, 0), num_entries)
-        total *= (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
+        total *= mean_factor(length)[:, None]
     offset = tl.multiple_of(sample * num_columns + tl.load(features.column + feature), [OUTPUT_ALIGNMENT])
-    pointer = out_ptr + offset[:, None] + (first_column + tl.arange(0, BLOCK_D))[None, :]
-    tl.store(pointer, total.to(out_ptr.dtype.element_ty), mask=tile_mask(inside, DIM, BLOCK_D, first_column))
+    store_tile(out_ptr, offset, total, inside, DIM, BLOCK_D, first_column)
 
 
 def histogram(
@@ -194,7 +199,7 @@ def histogram(
     count_kernel[(len(features) * triton.cdiv(batch_size, config.count_bags),)](
         counts_ptr=counts,
         stamp_ptr=stamp,
-        report_ptr=counting_report(report, spec) if check is not None else None,
+        report_ptr=counting_report(report, spec),
         check=check,
         hyperparameters_ptr=hyperparameters,
         seed_and_step_ptr=seed_and_step,
