@@ -19,6 +19,7 @@ from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
     first_bag_of,
+    is_row,
     load_checked_ids,
     mean_factor,
     program_block,
@@ -52,46 +53,36 @@ def bags_of_program(bags, bucket_features_ptr, number, first_bag, num_bags, batc
 @triton.jit
 def sum_rows(
     weights_ptr, table_offset, table_rows, bags, begin, length, longest, lane, first_column,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MARK_BAD: tl.constexpr,
 ):  # fmt: skip
-    """What each lane adds of its bag: rows lane, lane + ROWS, ... begin, length, lane [R, 1] -> [R, BLOCK_D] fp32"""
+    """What each lane adds of its bag: rows lane, lane + ROWS, ... begin, length, lane [R, 1] -> [R, BLOCK_D] fp32
+
+    An id out of range adds row 0; with MARK_BAD it makes the sum NaN, which costs nothing while there is none.
+    """
     total = tl.zeros([lane.shape[0], BLOCK_D], tl.float32)
-    column = (first_column + tl.arange(0, BLOCK_D))[None, :]
+    number_of_column = tl.arange(0, BLOCK_D)[None, :]
+    column = first_column + number_of_column
+    marked = number_of_column % (128 // weights_ptr.dtype.element_ty.primitive_bitwidth) == 0  # one of 16 bytes will do
     for step in range(0, longest, ROWS * UNROLL):
         for unrolled in tl.static_range(UNROLL):
             number = step + unrolled * ROWS + lane
             position = begin + number
-            row, live, bad = load_checked_ids(bags.indices, position, number < length, table_rows)
+            if MARK_BAD:
+                row = tl.load(bags.indices + position, mask=number < length, other=-1)
+                live = is_row(row, table_rows)
+                fill = tl.where((row != -1) & marked, float("nan"), 0.0).to(weights_ptr.dtype.element_ty)
+            else:
+                row, live, bad = load_checked_ids(bags.indices, position, number < length, table_rows)
+                fill = 0.0
             pointer = weights_ptr + (table_offset + row.to(tl.int64) * DIM) + column
             mask = live
             if DIM % BLOCK_D != 0:
                 mask = mask & (column < DIM)
-            tile = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+            tile = tl.load(pointer, mask=mask, other=fill).to(tl.float32)
             if bags.sample_weights is not None:
                 tile *= tl.load(bags.sample_weights + position, mask=live, other=0.0)
             total += tile
     return total
-
-
-@triton.jit
-def find_bad_ids(
-    offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size, num_entries,
-    BAGS: tl.constexpr, IDS: tl.constexpr,
-):  # fmt: skip
-    """Which ids of the program's bags, of at most `longest` ids, are bad; those IDS apart together. -> [BAGS, IDS]"""
-    of_program = tl.arange(0, BAGS)[:, None]
-    bag, sample, feature, live = bags_of_program(
-        bags, bucket_features_ptr, of_program, first_bag, num_bags, batch_size, BAGS
-    )
-    begin, length = bag_bounds(offsets_ptr, bag, num_entries)
-    length = tl.where(live, length, 0)
-    table_rows = tl.load(features.rows + feature)
-    any_bad = tl.zeros([BAGS, IDS], tl.int1)
-    for step in range(0, longest, IDS):
-        number = step + tl.arange(0, IDS)[None, :]
-        row, takes_part, bad = load_checked_ids(bags.indices, begin + number, number < length, table_rows)
-        any_bad = any_bad | bad
-    return any_bad
 
 
 @triton.jit
@@ -124,7 +115,7 @@ def gather_kernel(
     first_bag, num_bags, batch_size, num_entries, num_columns, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
-    NUM_HYPERPARAMETERS: tl.constexpr, IDS: tl.constexpr, FATAL: tl.constexpr,
+    NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
     first_column = tl.program_id(1) * BLOCK_D
@@ -149,21 +140,18 @@ def gather_kernel(
     longest = tl.max(length)
     if check is not None:
         ever_bad = tl.load(check.ever_bad)  # long before it is used
+    MARK_BAD: tl.constexpr = check is not None and report_ptr is not None
     total = sum_rows(
         weights_ptr, table_offset, table_rows, bags, begin, length, longest, lane, first_column,
-        DIM, BLOCK_D, ROWS, UNROLL,
+        DIM, BLOCK_D, ROWS, UNROLL, MARK_BAD,
     )  # fmt: skip
     if check is not None:
-        # After the sum, when the ids lie in the nearest cache. What is found is rare, and is summed again.
         bad_offset = has_bad_offset(check, ever_bad)
         suspicious = bad_offset
-        if report_ptr is not None:
-            bad = find_bad_ids(
-                offsets_ptr, longest, bags, bucket_features_ptr, features, first_bag, num_bags, batch_size,
-                num_entries, BAGS, IDS,
-            )  # fmt: skip
-            suspicious = suspicious | (tl.max(bad.to(tl.int32)) > 0)
-        if suspicious:
+        if MARK_BAD:
+            mark = tl.sum(total)  # NaN if an id was bad; or of rows that hold NaN, or infinities that cancel
+            suspicious = suspicious | (mark != mark)
+        if suspicious:  # rare: report and repair what is bad, and sum again
             counted = live & (lane == 0) & (first_column == 0)
             if bad_offset:
                 repair_bags(check, report_ptr, bags.offsets, bag, counted, num_entries, chunk)
@@ -176,7 +164,7 @@ def gather_kernel(
                     )
             total = sum_rows(
                 weights_ptr, table_offset, table_rows, bags, begin, length, tl.max(length), lane, first_column,
-                DIM, BLOCK_D, ROWS, UNROLL,
+                DIM, BLOCK_D, ROWS, UNROLL, False,
             )  # fmt: skip
     store_bags(
         out_ptr, total, offsets_ptr, bags, features, bucket_features_ptr, first_column,
@@ -253,7 +241,6 @@ def gather(
             TABLE_ALIGNMENT=layout.table_alignment,
             OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
             NUM_HYPERPARAMETERS=hyperparameters.numel(),
-            IDS=max(8, 64 * config.num_warps // config.bags_per_program),
             FATAL=fatal,
             debug=fatal,
             **launch_options(config.num_warps, registers_for(config, bucket, weights.element_size(), bags)),

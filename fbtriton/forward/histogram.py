@@ -26,6 +26,7 @@ from fbtriton.forward.routing import counted_features
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
+    is_row,
     load_checked_ids,
     mean_factor,
     program_block,
@@ -49,33 +50,40 @@ def feature_and_samples(feature_list_ptr, batch_size, BAGS: tl.constexpr):
 
 
 @triton.jit
-def count_bag(indices_ptr, begin, length, table_rows, first_row, IDS: tl.constexpr, BINS: tl.constexpr):
-    """How often a bag holds each of the rows first_row to first_row + BINS - 1 [BINS]; where ids are bad [IDS]"""
+def count_bag(
+    indices_ptr, begin, length, table_rows, first_row, IDS: tl.constexpr, BINS: tl.constexpr, REPAIR: tl.constexpr
+):
+    """How often a bag holds each of the rows first_row to first_row + BINS - 1 [BINS]. An id out of range counts as
+    row 0 with REPAIR, and not at all without."""
     counts = tl.zeros([BINS], tl.int32)
-    any_bad = tl.zeros([IDS], tl.int1)
     for step in range(0, length, IDS):
         number = step + tl.arange(0, IDS)  # [IDS]
-        row, live, bad = load_checked_ids(indices_ptr, begin + number, number < length, table_rows)
+        if REPAIR:
+            row, live, bad = load_checked_ids(indices_ptr, begin + number, number < length, table_rows)
+        else:
+            row = tl.load(indices_ptr + begin + number, mask=number < length, other=-1)
+            live = is_row(row, table_rows)
         bin = row.to(tl.int32) - first_row
         counts += tl.histogram(bin, BINS, mask=live & (bin >= 0) & (bin < BINS))
-        any_bad = any_bad | bad
-    return counts, any_bad
+    return counts
 
 
 @triton.jit
 def count_bags(
     counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries,
-    IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr,
+    IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
-    """Count one bag after the other and store the counts, kept at 255; whether an id is bad."""
-    any_bad = tl.zeros([IDS], tl.int1)
+    """Count one bag after the other and store the counts, kept at 255; whether an id was not counted."""
+    counted = tl.zeros([BINS], tl.int32)
+    num_ids = 0
     for sample in range(first, tl.minimum(first + BAGS, batch_size)):
         begin, length = bag_bounds(offsets_ptr, feature * batch_size + sample, num_entries)
-        counts, bad = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS)
-        any_bad = any_bad | bad
+        counts = count_bag(bags.indices, begin, length, table_rows, 0, IDS, BINS, REPAIR)
+        counted += counts
+        num_ids += length
         place = (number * batch_size + sample) * BINS + tl.arange(0, BINS)
         tl.store(counts_ptr + place, tl.minimum(counts, COUNT_OVERFLOW).to(tl.uint8))
-    return tl.max(any_bad.to(tl.int32)) > 0
+    return tl.sum(counted) != num_ids
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_entries", "chunk"])
@@ -94,28 +102,31 @@ def count_kernel(
         ever_bad = tl.load(check.ever_bad)  # long before it is used
     table_rows = tl.load(features.rows + feature)
     first = tl.min(sample)
-    bad_id = count_bags(
-        counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries, IDS, BINS, BAGS
-    )
+    missing = count_bags(
+        counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries,
+        IDS, BINS, BAGS, False,
+    )  # fmt: skip
+    bad_offset = False
     if check is not None:
         bad_offset = has_bad_offset(check, ever_bad)
-        if bad_id | bad_offset:  # rare: report and repair, then count again
+    if missing | bad_offset:  # rare: report and repair what is bad, and count again
+        if check is not None:
             inside = sample < batch_size
             sample = tl.where(inside, sample, 0)
             bag = feature * batch_size + sample
             if bad_offset:
                 repair_bags(check, report_ptr, bags.offsets, bag, inside, num_entries, chunk)
             if report_ptr is not None:
-                begin, length = bag_bounds(check.repaired, bag, num_entries)
+                begin, length = bag_bounds(offsets_ptr, bag, num_entries)
                 length = tl.where(inside, length, 0)
                 lane = tl.zeros_like(length)
                 report_ids_of_bags(
                     check, report_ptr, bags.indices, feature, table_rows, sample, begin, length, lane, 1, FATAL
                 )
-            count_bags(
-                counts_ptr, check.repaired, bags, number, feature, table_rows, first, batch_size, num_entries,
-                IDS, BINS, BAGS,
-            )  # fmt: skip
+        count_bags(
+            counts_ptr, offsets_ptr, bags, number, feature, table_rows, first, batch_size, num_entries,
+            IDS, BINS, BAGS, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -173,7 +184,7 @@ def pool_counts_kernel(
                 exact = tl.zeros([BLOCK_D], tl.float32)
                 for first in range(0, BINS, BLOCK_BINS):
                     row = first + tl.arange(0, BLOCK_BINS)
-                    counts, _ = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS)
+                    counts = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS, True)
                     table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
                     exact += tl.sum(counts.to(tl.float32)[:, None] * table.to(tl.float32), axis=0)
                 total = tl.where(chosen[:, None], exact[None, :], total)
