@@ -230,7 +230,9 @@ def occupancy(
 
 @app.command()
 def tune(
-    kernel: Annotated[str, typer.Argument(help="gather, count, pool, short-run or long-run.")] = "gather",
+    kernel: Annotated[
+        str, typer.Argument(help="gather, count, pool, linearise, runs, short-run or long-run.")
+    ] = "gather",
     workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
     ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write every time here.")] = None,

@@ -77,13 +77,29 @@ def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
         yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes, pool_registers=registers)
 
 
+def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import LineariseConfig
+
+    for block, ways, warps in itertools.product((1024, 2048, 4096), (64, 256), (2, 4, 8)):
+        yield LineariseConfig(block, ways, warps)
+
+
+def runs_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import RunsConfig
+
+    for block, warps, programs in itertools.product((256, 512, 1024), (2, 4, 8), (8, 16, 32)):
+        if 1 <= block // (32 * warps) <= 8:
+            yield RunsConfig(block, warps, programs)
+
+
 def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import ShortRunConfig
 
-    options = itertools.product((1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (None, 64, 80, 96, 128))
+    block = 1 << (dim - 1).bit_length()
+    options = itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), (1, 2, 4), (None, 64, 80, 96, 128))
     for runs, unroll, warps, registers in options:
-        elements = runs * dim // (32 * warps)  # of a lane
-        if 4 <= elements <= 32 and elements * unroll <= 64:
+        elements = runs * block // (32 * warps)  # of a lane
+        if 4 <= elements <= 32 and elements * unroll <= 64 or block <= 8 and runs == 64 and warps == 1:
             yield ShortRunConfig(runs, warps, unroll, registers=registers)
 
 
@@ -100,7 +116,9 @@ TUNABLES = {
     "gather": Tunable("gather", ("gather_kernel",), False, gather_candidates),
     "count": Tunable("histogram", ("count_kernel",), False, count_candidates, all_dims=True),
     "pool": Tunable("histogram", ("pool_counts_kernel",), False, pool_candidates, all_dims=True),
-    "short-run": Tunable("short_run", ("short_run_kernel",), True, short_run_candidates, all_dims=True),
+    "linearise": Tunable("linearise", ("linearise_kernel",), True, linearise_candidates, all_dims=True),
+    "runs": Tunable("runs", ("count_runs_kernel", "write_runs_kernel"), True, runs_candidates, all_dims=True),
+    "short-run": Tunable("short_run", ("short_run_kernel",), True, short_run_candidates),
     "long-run": Tunable("long_run", (), True, long_run_candidates, all_dims=True),
 }
 

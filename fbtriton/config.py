@@ -188,7 +188,7 @@ class ForcedConfig:
     histogram: HistogramConfig | None = None
     linearise: LineariseConfig | None = None
     runs: RunsConfig | None = None
-    short_run: ShortRunConfig | None = None
+    short_run: ShortRunConfig | Mapping[int, ShortRunConfig] | None = None
     long_run: LongRunConfig | None = None
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
@@ -269,9 +269,11 @@ def select_runs() -> RunsConfig:
     return _forced.runs or RunsConfig()
 
 
-def select_short_run(block_dim: int) -> ShortRunConfig:
-    runs = max(1, min(32, 512 // block_dim))
-    return _forced.short_run or ShortRunConfig(runs_per_tile=runs, num_warps=_warps_for(block_dim))
+def select_short_run(dim: int) -> ShortRunConfig:
+    if forced := _forced.short_run:
+        return forced if isinstance(forced, ShortRunConfig) else forced[dim]
+    block_dim = 1 << (dim - 1).bit_length()
+    return ShortRunConfig(runs_per_tile=max(1, min(32, 512 // block_dim)), num_warps=_warps_for(block_dim))
 
 
 def select_long_run(block_dim: int) -> LongRunConfig:

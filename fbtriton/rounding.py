@@ -10,8 +10,8 @@ random numbers: as easy as 1, 2, 3", SC11; 7 rounds pass their tests): one call 
 
 where row counts through all tables. Rounding x to a format with m mantissa bits truncates |x| after adding noise
 below the last kept bit, so x goes up with a probability equal to the dropped fraction: the mean is x. A finite x
-stays finite. fp16 drops 13 bits and bf16 16; below 2^-14 fp16 has a fixed step of 2^-24, and there the dropped
-fraction is compared with the noise to 16 bits.
+stays finite. fp16 drops 13 bits and bf16 16. Below 2^-14 fp16 has a fixed step of 2^-24; there |x| is first rounded
+to a multiple of 2^-37, the nearest, so that 13 bits are dropped as well.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def round_to_bfloat16(value, noise):
 
 @triton.jit
 def round_to_float16(value, noise):
+    """Below 2^-14, where fp16 has a fixed step, 2^-14 is added and taken off again: then 13 bits are dropped there
+    too."""
     bits = value.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    rounded = tl.minimum((magnitude + (noise & 0x1FFF)) & 0xFFFFE000, 0x477FE000)
+    lift = tl.where(magnitude < 0x38800000, 0.00006103515625, 0.0)
+    lifted = (magnitude.to(tl.float32, bitcast=True) + lift).to(tl.uint32, bitcast=True)
+    rounded = tl.minimum((lifted + (noise & 0x1FFF)) & 0xFFFFE000, 0x477FE000)
     rounded = tl.where(magnitude >= 0x7F800000, magnitude, rounded)
-    steps = magnitude.to(tl.float32, bitcast=True) * 16777216.0
-    whole = tl.floor(steps)
-    up = noise.to(tl.float32) < (steps - whole) * 65536.0
-    small = (whole + up.to(tl.float32)) * (1.0 / 16777216.0)
-    rounded = tl.where(magnitude < 0x38800000, small.to(tl.uint32, bitcast=True), rounded)
+    rounded = (rounded.to(tl.float32, bitcast=True) - lift).to(tl.uint32, bitcast=True)
     return (rounded | (bits & 0x80000000)).to(tl.float32, bitcast=True).to(tl.float16)
 
 
@@ -122,19 +122,18 @@ def round_stochastically_reference(value: Tensor, noise: Tensor, dtype: torch.dt
         dtype: torch.float16 or torch.bfloat16.
     """
     kept_bits, least_exponent = (10, -14) if dtype == torch.float16 else (7, -126)
+    dropped_bits = 13 if dtype == torch.float16 else 16
     exact = value.double()
-    exponent = torch.frexp(exact.abs())[1].long() - 1
+    magnitude = exact.abs()
+    if dtype == torch.float16:
+        subnormal = magnitude < 2.0**-14
+        magnitude = torch.where(subnormal, (magnitude * 2.0**37).round() * 2.0**-37, magnitude)
+    exponent = torch.frexp(magnitude)[1].long() - 1
     spacing = torch.ldexp(torch.ones_like(exact), exponent.clamp_min(least_exponent) - kept_bits)
-    steps = exact.abs() / spacing
+    steps = magnitude / spacing
     whole = steps.floor()
-    # A normal number drops exactly 13 (fp16) or 16 (bf16) bits, and so many bits of the noise take part.
-    noise_bits = torch.full_like(exponent, 13 if dtype == torch.float16 else 16)
-    subnormal = (exponent < least_exponent) & (dtype == torch.float16)
-    noise_bits[subnormal] = 16
-    below = torch.ldexp(torch.ones_like(exact), noise_bits)
-    fraction = (steps - whole) * below
-    drawn = noise & (below.long() - 1)
-    up = torch.where(subnormal, drawn < fraction, drawn >= below - fraction)
+    fraction = (steps - whole) * 2.0**dropped_bits  # a whole number
+    up = (noise & (1 << dropped_bits) - 1) + fraction >= 2.0**dropped_bits
     rounded = ((whole + up) * spacing).clamp_max(torch.finfo(dtype).max)
     rounded = torch.where(torch.isfinite(value), torch.copysign(rounded, exact), exact)
     return rounded.to(dtype)

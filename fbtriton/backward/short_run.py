@@ -56,7 +56,7 @@ def short_run(
     spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of one bucket's short runs in place."""
-    config = select_short_run(bucket.block_dim)
+    config = select_short_run(bucket.dim)
     optimizer = OPTIMIZERS[spec.optimizer]
     tiles = triton.cdiv(tables.runs.state_rows.numel(), config.runs_per_tile)
     short_run_kernel[fixed_grid(target_of(weights.device), config.programs_per_multiprocessor, tiles)](

@@ -139,7 +139,7 @@ def plan_for_gpu(
         )
         routes.append(Route("forward gather", gathered, reason))
     for bucket in spec.layout.buckets:
-        short, long = select_short_run(bucket.block_dim), select_long_run(bucket.block_dim)
+        short, long = select_short_run(bucket.dim), select_long_run(bucket.block_dim)
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
         routes.append(Route("backward short_run", bucket.features, reason))
         reason = f"runs from {long.threshold} entries on, in pieces of {long.piece_length}"
