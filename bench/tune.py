@@ -80,7 +80,7 @@ def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LineariseConfig
 
-    for block, ways, warps in itertools.product((1024, 2048, 4096), (64, 256), (2, 4, 8)):
+    for block, ways, warps in itertools.product((1024, 2048, 4096), (64, 256), (4, 8)):
         yield LineariseConfig(block, ways, warps)
 
 
@@ -96,10 +96,10 @@ def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import ShortRunConfig
 
     block = 1 << (dim - 1).bit_length()
-    options = itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), (1, 2, 4), (None, 64, 80, 96, 128))
+    options = itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), (1, 2, 4), (None, 64, 80, 96))
     for runs, unroll, warps, registers in options:
         elements = runs * block // (32 * warps)  # of a lane
-        if 4 <= elements <= 32 and elements * unroll <= 64 or block <= 8 and runs == 64 and warps == 1:
+        if 8 <= elements <= 32 and elements * unroll <= 64 or block < 16 and runs == 64 and warps == 1:
             yield ShortRunConfig(runs, warps, unroll, registers=registers)
 
 

@@ -94,8 +94,8 @@ class RunsConfig:
     """The passes over the sorted keys: neighbouring blocks of keys a program; and the tables of pieces."""
 
     block: int = 512
-    num_warps: int = 8
-    programs_per_multiprocessor: int = 8
+    num_warps: int = 4
+    programs_per_multiprocessor: int = 16
 
 
 @dataclass(frozen=True)
