@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +86,7 @@ class LineariseConfig:
 
     block: int = 1024  # a multiple of RunsConfig.block
     ways: int = 256  # offsets that are compared at once in the search for the block's bags
-    num_warps: int = 8
+    num_warps: int = 4
     offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
 
 
@@ -106,7 +107,7 @@ class ShortRunConfig:
     num_warps: int
     unroll: int = 2  # gradients of each run that are loaded before they are added
     programs_per_multiprocessor: int = 64  # a multiprocessor holds 32 programs of one warp
-    registers: int | None = None  # see GatherConfig
+    registers: int | None = 64  # see GatherConfig
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,17 @@ def table_row(
     return best.config, f"measured on {best.workload}, {best.date}"
 
 
+# Printed by `python -m bench tune short-run`; mean_length is not looked at.
+SHORT_RUN_ROWS: dict[tuple[str, int, int], TableRow] = {
+    (row.gpu, row.dim, row.itemsize): row
+    for row in (
+        TableRow("NVIDIA H200", "fp32-uniform", "2026-11-30", 64, 4, 20.0, ShortRunConfig(8, 1, 1)),
+        TableRow("NVIDIA H200", "table-sharing", "2026-11-30", 64, 2, 7.0, ShortRunConfig(4, 1, 4)),
+        TableRow("NVIDIA H200", "table-sharing", "2026-11-30", 256, 2, 7.0, ShortRunConfig(2, 2, 4)),
+    )
+}
+
+
 @dataclass(frozen=True)
 class ForcedConfig:
     """None = selected from the shapes. A mapping has one configuration for each dim."""
@@ -189,7 +201,7 @@ class ForcedConfig:
     linearise: LineariseConfig | None = None
     runs: RunsConfig | None = None
     short_run: ShortRunConfig | Mapping[int, ShortRunConfig] | None = None
-    long_run: LongRunConfig | None = None
+    long_run: LongRunConfig | Mapping[int, LongRunConfig] | None = None
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
 
@@ -269,16 +281,36 @@ def select_runs() -> RunsConfig:
     return _forced.runs or RunsConfig()
 
 
-def select_short_run(dim: int) -> ShortRunConfig:
+LONG_AVERAGE_RUN = 8.0
+
+
+def select_short_run(gpu: str, dim: int, itemsize: int, scaled: bool, entries_per_row: float) -> ShortRunConfig:
+    """For rows of dim elements of itemsize bytes; scaled = entries have factors; entries_per_row over all rows."""
     if forced := _forced.short_run:
         return forced if isinstance(forced, ShortRunConfig) else forced[dim]
     block_dim = 1 << (dim - 1).bit_length()
-    return ShortRunConfig(runs_per_tile=max(1, min(32, 512 // block_dim)), num_warps=_warps_for(block_dim))
+    runs, warps = max(1, min(32, 512 // block_dim)), _warps_for(block_dim)
+    registers = _registers_for(block_dim, warps)
+    if scaled or entries_per_row >= LONG_AVERAGE_RUN:
+        unroll = 2 if scaled else 4
+        return ShortRunConfig(runs, 2 * warps, unroll, registers=registers and registers + 16 * (not scaled))
+    found = SHORT_RUN_ROWS.get((gpu, dim, itemsize))
+    return found.config if found else ShortRunConfig(runs, warps, registers=registers)
 
 
-def select_long_run(block_dim: int) -> LongRunConfig:
-    rows = max(1, min(16, 512 // block_dim))
-    return _forced.long_run or LongRunConfig(rows_per_step=rows, num_warps=_warps_for(block_dim))
+def _registers_for(block_dim: int, warps: int) -> int | None:
+    """Enough for a gradient, a row and what is under way, unless the row is very wide."""
+    return 64 if block_dim <= 512 * warps else None
+
+
+def select_long_run(dim: int) -> LongRunConfig:
+    if forced := _forced.long_run:
+        return forced if isinstance(forced, LongRunConfig) else forced[dim]
+    block_dim = 1 << (dim - 1).bit_length()
+    warps = _warps_for(block_dim)
+    rows, unroll = max(1, min(16, 256 // block_dim)), 4 if block_dim <= 256 else 2
+    registers = _registers_for(block_dim, warps)
+    return LongRunConfig(rows_per_step=rows, unroll=unroll, num_warps=warps, registers=registers)
 
 
 def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:
@@ -296,3 +328,21 @@ def select_sort() -> str | None:
 def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:
     """Programs that loop over a count known on the device only; never more than could have work."""
     return (max(1, min(target.multiprocessors * programs_per_multiprocessor, upper_bound)),)
+
+
+def bucket_grid(target: Target, config: Any, upper_bound: int, num_buckets: int) -> tuple[int, int]:
+    """`fixed_grid` for each of some buckets that share a launch, and so the multiprocessors."""
+    programs = max(LEAST_PROGRAMS, config.programs_per_multiprocessor // num_buckets)
+    return fixed_grid(target, programs, upper_bound)[0], num_buckets
+
+
+LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
+
+
+def launch_groups(configs: Sequence[Any]) -> Iterator[range]:
+    """The buckets that can share a launch: neighbours with as many warps and registers."""
+    first = 0
+    for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
+        size = len(list(group))
+        yield range(first, first + size)
+        first += size

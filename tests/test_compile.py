@@ -5,13 +5,13 @@ only in a dtype pair or an arch; `--compile-all` takes them all.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
-from fbtriton.config import GatherConfig, force_config
+from fbtriton.config import GatherConfig, force_config, select_long_run, select_short_run
 
 pytestmark = pytest.mark.compile
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -81,12 +81,24 @@ def kernel_names(kernels):
 
 def of(kernels, name, dim):
     """The variants of one kernel for one dim."""
-    return [kernel for kernel in kernels if kernel.name == name and dim_of(kernel) == dim]
+    return [kernel for kernel in kernels if kernel.name == name and dims_of(kernel) == (dim,)]
 
 
-def dim_of(kernel):
+def dims_of(kernel):
+    """The dims of a launch, () if it does not work on rows."""
     names = kernel.src.fn.arg_names
-    return kernel.src.constants.get((names.index("DIM"),)) if "DIM" in names else None
+    if "DIMS" in names:
+        return tuple(kernel.src.constants[(names.index("DIMS"),)])
+    return (kernel.src.constants[(names.index("DIM"),)],) if "DIM" in names else ()
+
+
+def apart(dims, itemsize=2, scaled=False):
+    """Force a launch of its own for each of two dims, which have different numbers of warps."""
+    short = {dim: select_short_run("", dim, itemsize, scaled, 0.0) for dim in dims}
+    long = {dim: select_long_run(dim) for dim in dims}
+    first = dims[0]
+    short[first], long[first] = replace(short[first], num_warps=4), replace(long[first], num_warps=4)
+    return force_config(short_run=short, long_run=long)
 
 
 SPILLS_OUTSIDE_LOOPS = 32  # words, such as what waits while a loop runs, or what bad input needs
@@ -105,7 +117,8 @@ def test_rows_are_loaded_16_bytes_a_lane(dtype, dim, arch):
     """Behind a table of 1001 x 1 elements, whose end is not a multiple of 16 bytes."""
     from fbtriton.compile_only import load_widths, resources
 
-    kernels = compile_variant(Variant((dim,), dtype, weighted=True), "cuda", arch)
+    with apart([1, dim], dtype.itemsize, scaled=True):
+        kernels = compile_variant(Variant((dim,), dtype, weighted=True), "cuda", arch)
     assert kernel_names(kernels) == STAGES | {"sample_weights_grad_kernel"}
     for name in ("gather_kernel", "sample_weights_grad_kernel", "short_run_kernel", "apply_kernel"):
         (kernel,) = of(kernels, name, dim)
@@ -124,7 +137,7 @@ def test_gradients_are_loaded_16_bytes_a_lane(arch):
     from fbtriton.compile_only import compile_only
 
     offsets, indices = torch.arange(5) * 40, torch.zeros(160, dtype=torch.int64)
-    with compile_only("cuda", arch) as kernels:
+    with apart([64, 128]), compile_only("cuda", arch) as kernels:
         module(indices, offsets).backward(torch.ones(2, 192))
     for dim in (64, 128):
         (kernel,) = of(kernels, "grad_accum_kernel", dim)
@@ -182,7 +195,7 @@ def test_cover_compiles(variant):
     for backend, arch in CUDA:
         for kernel in compile_variant(variant, backend, arch):
             used = resources(kernel)
-            assert used.spills <= SPILLS_OUTSIDE_LOOPS, (kernel.name, arch, used)
+            assert used.spills <= SPILLS_OUTSIDE_LOOPS * max(1, len(dims_of(kernel))), (kernel.name, arch, used)
             assert used.loop_spills == 0 or arch < 90, (kernel.name, arch, used)
 
 

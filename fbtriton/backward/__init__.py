@@ -74,7 +74,7 @@ def backward(
 
     if not trains:
         return sample_grad
-    long_runs = [select_long_run(bucket.block_dim) for bucket in buckets]
+    long_runs = [select_long_run(bucket.dim) for bucket in buckets]
     trees = {(config.threshold, config.piece_length, config.fan_in) for config in long_runs}
     assert len(trees) == 1, "runs are cut into pieces alike in all buckets"
     form = entry_form(bags, grad_alignments, spec)
@@ -86,43 +86,37 @@ def backward(
 
     partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
     optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
-    for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
-        short_run(
-            weights=weights,
-            states=optimizer_states,
-            stamp=stamp,
-            grad_output=grad_output,
-            grad_alignment=grad_alignments[number],
-            entries=entries,
-            form=form,
-            tables=tables,
-            bucket=bucket,
-            bucket_number=number,
-            threshold=long_run.threshold,
-            spec=spec,
-        )
-        grad_accum(
-            partials=partials,
-            grad_output=grad_output,
-            grad_alignment=grad_alignments[number],
-            entries=entries,
-            form=form,
-            tables=tables,
-            bucket=bucket,
-            bucket_number=number,
-            config=long_run,
-        )
+    short_run(
+        weights=weights,
+        states=optimizer_states,
+        stamp=stamp,
+        grad_output=grad_output,
+        grad_alignments=grad_alignments,
+        entries=entries,
+        form=form,
+        tables=tables,
+        threshold=long_runs[0].threshold,
+        entries_per_row=bags.indices.numel() / max(1, spec.layout.no_key),
+        spec=spec,
+    )
+    grad_accum(
+        partials=partials,
+        grad_output=grad_output,
+        grad_alignments=grad_alignments,
+        entries=entries,
+        form=form,
+        tables=tables,
+        configs=long_runs,
+        spec=spec,
+    )
     add_groups(partials=partials, tables=tables, block_dim=buckets[-1].block_dim, config=long_runs[-1])
-    for number, (bucket, long_run) in enumerate(zip(buckets, long_runs, strict=True)):
-        apply(
-            weights=weights,
-            states=optimizer_states,
-            stamp=stamp,
-            partials=partials,
-            tables=tables,
-            bucket=bucket,
-            bucket_number=number,
-            config=long_run,
-            spec=spec,
-        )
+    apply(
+        weights=weights,
+        states=optimizer_states,
+        stamp=stamp,
+        partials=partials,
+        tables=tables,
+        configs=long_runs,
+        spec=spec,
+    )
     return sample_grad

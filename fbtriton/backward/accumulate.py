@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
+from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket
 from fbtriton.rows import load_tile, store_rows
 
 
@@ -36,3 +37,11 @@ def update_rows(
     """One optimizer step for a tile of rows. weight, grad [R, BLOCK_D] fp32; weight_offset, state_row, live [R]"""
     updated = UPDATE(weight, grad, state, states, state_row, live, stamp_ptr, DIM)
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)
+
+
+def registers_for(configured: int | None, buckets: list[Bucket], itemsize: int) -> int | None:
+    """More than the configuration says where rows need several narrow loads: with fewer the loop would spill."""
+    if configured is None:
+        return None
+    narrow = min(bucket.row_alignment for bucket in buckets) * itemsize < ROW_ALIGNMENT_BYTES
+    return configured + 64 * narrow

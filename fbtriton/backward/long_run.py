@@ -16,11 +16,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import LongRunConfig, fixed_grid, launch_options, target_of
-from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
+from fbtriton.config import LongRunConfig, bucket_grid, fixed_grid, launch_groups, launch_options, target_of
+from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
 
@@ -47,13 +47,14 @@ def add_slots(
     return tl.sum(total, axis=0, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["bucket"])
-def grad_accum_kernel(
-    partials_ptr, grad_ptr, entries, pieces, ranges_ptr, bucket, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, UNROLL: tl.constexpr,
+@triton.jit
+def sum_pieces(
+    partials_ptr, grad_ptr, entries, pieces, begin, end, partial_stride,
+    DIM: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, UNROLL: tl.constexpr,
     GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_range(ranges_ptr, bucket, PIECES)
+    """This program's share of the pieces begin to end - 1."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     part: tl.constexpr = PIECE // ROWS  # each lane sums that many neighbours
     for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         start = tl.load(pieces.starts + piece) + tl.arange(0, ROWS) * part  # [ROWS]
@@ -62,6 +63,22 @@ def grad_accum_kernel(
             grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
         )  # fmt: skip
         store_slot(partials_ptr, piece, partial_stride, tl.sum(totals, axis=0, keep_dims=True), DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["first_bucket"])
+def grad_accum_kernel(
+    partials_ptr, grad_ptr, entries, pieces, ranges_ptr, first_bucket, partial_stride,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, PIECE: tl.constexpr,
+    GRAD_ALIGNMENTS: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
+    for number in tl.static_range(len(DIMS)):
+        if tl.program_id(1) == len(DIMS) - 1 - number:
+            begin, end = bucket_range(ranges_ptr, first_bucket + number, PIECES)
+            sum_pieces(
+                partials_ptr, grad_ptr, entries, pieces, begin, end, partial_stride,
+                DIMS[number], ROWS[number], PIECE, UNROLLS[number], GRAD_ALIGNMENTS[number], SCALED, UNIT,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_buckets", "span"])
@@ -81,14 +98,15 @@ def add_groups_kernel(
             store_slot(partials_ptr, first, partial_stride, total, DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["bucket"])
-def apply_kernel(
-    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, bucket, partial_stride,
+@triton.jit
+def update_long_runs(
+    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_range(ranges_ptr, bucket, LONG_RUNS)
+    """This program's share of the long runs begin to end - 1."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     for long_run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
         live = run >= 0
@@ -110,32 +128,52 @@ def apply_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["first_bucket"])
+def apply_kernel(
+    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
+    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    ROW_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Some buckets, as in `grad_accum_kernel`."""
+    for number in tl.static_range(len(DIMS)):
+        if tl.program_id(1) == len(DIMS) - 1 - number:
+            begin, end = bucket_range(ranges_ptr, first_bucket + number, LONG_RUNS)
+            update_long_runs(
+                weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
+                LOAD_STATE, UPDATE, DIMS[number], ROWS[number], PIECE, FAN_IN, ROW_ALIGNMENTS[number], STOCHASTIC,
+            )  # fmt: skip
+
+
 def grad_accum(
-    *, partials: Tensor, grad_output: Tensor, grad_alignment: int, entries: Entries, form: EntryForm,
-    tables: RunTables, bucket: Bucket, bucket_number: int, config: LongRunConfig,
+    *, partials: Tensor, grad_output: Tensor, grad_alignments: list[int], entries: Entries, form: EntryForm,
+    tables: RunTables, configs: list[LongRunConfig], spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece of one bucket."""
+    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece. configs: of each bucket."""
     if partials.shape[0] == 0:
         return
-    programs = config.programs_per_multiprocessor
-    grad_accum_kernel[fixed_grid(target_of(grad_output.device), programs, partials.shape[0])](
-        partials_ptr=partials,
-        grad_ptr=grad_output,
-        entries=entries,
-        pieces=tables.pieces,
-        ranges_ptr=tables.ranges,
-        bucket=bucket_number,
-        partial_stride=partials.stride(0),
-        DIM=bucket.dim,
-        BLOCK_D=bucket.block_dim,
-        ROWS=config.rows_per_step,
-        PIECE=config.piece_length,
-        UNROLL=config.unroll,
-        GRAD_ALIGNMENT=grad_alignment,
-        SCALED=form.scaled,
-        UNIT=form.unit,
-        **launch_options(config.num_warps, config.registers),
-    )
+    target = target_of(grad_output.device)
+    for group in launch_groups(configs):
+        of_bucket = [configs[b] for b in group]
+        chosen = [spec.layout.buckets[b] for b in group]
+        registers = registers_for(of_bucket[0].registers, chosen, spec.torch_weights_dtype.itemsize)
+        grad_accum_kernel[bucket_grid(target, of_bucket[0], partials.shape[0], len(group))](
+            partials_ptr=partials,
+            grad_ptr=grad_output,
+            entries=entries,
+            pieces=tables.pieces,
+            ranges_ptr=tables.ranges,
+            first_bucket=group.start,
+            partial_stride=partials.stride(0),
+            DIMS=tuple(bucket.dim for bucket in chosen),
+            ROWS=tuple(config.rows_per_step for config in of_bucket),
+            UNROLLS=tuple(config.unroll for config in of_bucket),
+            PIECE=of_bucket[0].piece_length,
+            GRAD_ALIGNMENTS=tuple(grad_alignments[b] for b in group),
+            SCALED=form.scaled,
+            UNIT=form.unit,
+            **launch_options(of_bucket[0].num_warps, registers),
+        )
 
 
 def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: LongRunConfig) -> None:
@@ -166,31 +204,34 @@ def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: L
 
 def apply(
     *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, tables: RunTables,
-    bucket: Bucket, bucket_number: int, config: LongRunConfig, spec: OperatorSpec,
+    configs: list[LongRunConfig], spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Update the rows of one bucket's long runs in place."""
+    """Update the rows of all long runs in place. configs: of each bucket."""
     optimizer = OPTIMIZERS[spec.optimizer]
-    programs, max_long = config.programs_per_multiprocessor, tables.long_runs.runs.numel()
+    max_long = tables.long_runs.runs.numel()
     if max_long == 0:
         return
-    apply_kernel[fixed_grid(target_of(weights.device), programs, max_long)](
-        weights_ptr=weights,
-        states=states,
-        stamp_ptr=stamp,
-        partials_ptr=partials,
-        runs=tables.runs,
-        long_runs=tables.long_runs,
-        ranges_ptr=tables.ranges,
-        bucket=bucket_number,
-        partial_stride=partials.stride(0),
-        LOAD_STATE=optimizer.load_state,
-        UPDATE=optimizer.update,
-        DIM=bucket.dim,
-        BLOCK_D=bucket.block_dim,
-        ROWS=config.rows_per_step,
-        PIECE=config.piece_length,
-        FAN_IN=config.fan_in,
-        ROW_ALIGNMENT=bucket.row_alignment,
-        STOCHASTIC=spec.stochastic_rounding,
-        num_warps=config.num_warps,
-    )
+    target = target_of(weights.device)
+    for group in launch_groups(configs):
+        of_bucket = [configs[b] for b in group]
+        chosen = [spec.layout.buckets[b] for b in group]
+        apply_kernel[bucket_grid(target, of_bucket[0], max_long, len(group))](
+            weights_ptr=weights,
+            states=states,
+            stamp_ptr=stamp,
+            partials_ptr=partials,
+            runs=tables.runs,
+            long_runs=tables.long_runs,
+            ranges_ptr=tables.ranges,
+            first_bucket=group.start,
+            partial_stride=partials.stride(0),
+            LOAD_STATE=optimizer.load_state,
+            UPDATE=optimizer.update,
+            DIMS=tuple(bucket.dim for bucket in chosen),
+            ROWS=tuple(config.rows_per_step for config in of_bucket),
+            PIECE=of_bucket[0].piece_length,
+            FAN_IN=of_bucket[0].fan_in,
+            ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),
+            STOCHASTIC=spec.stochastic_rounding,
+            num_warps=of_bucket[0].num_warps,
+        )

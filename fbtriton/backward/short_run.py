@@ -9,26 +9,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range
-from fbtriton.config import fixed_grid, launch_options, select_short_run, target_of
-from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
+from fbtriton.config import bucket_grid, launch_groups, launch_options, select_short_run, target_of
+from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
 
 
-@triton.jit(do_not_specialize=["bucket"])
-def short_run_kernel(
-    weights_ptr, states, stamp_ptr,
-    grad_ptr, entries, runs, ranges_ptr, bucket,
+@triton.jit
+def update_short_runs(
+    weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, begin, end,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, RUNS: tl.constexpr, THRESHOLD: tl.constexpr,
-    UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIM: tl.constexpr, RUNS: tl.constexpr, UNROLL: tl.constexpr, THRESHOLD: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
     SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    begin, end = bucket_range(ranges_ptr, bucket, ALL_RUNS)
+    """This program's share of the runs begin to end - 1, of which the long ones are left out."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     for tile_start in range(begin + tl.program_id(0) * RUNS, end, tl.num_programs(0) * RUNS):
         run = tile_start + tl.arange(0, RUNS)  # [RUNS]
         live = run < end
@@ -50,35 +50,58 @@ def short_run_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["first_bucket"])
+def short_run_kernel(
+    weights_ptr, states, stamp_ptr,
+    grad_ptr, entries, runs, ranges_ptr, first_bucket,
+    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
+    DIMS: tl.constexpr, RUNS: tl.constexpr, UNROLLS: tl.constexpr, THRESHOLD: tl.constexpr,
+    ROW_ALIGNMENTS: tl.constexpr, GRAD_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SCALED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
+    for number in tl.static_range(len(DIMS)):
+        if tl.program_id(1) == len(DIMS) - 1 - number:
+            begin, end = bucket_range(ranges_ptr, first_bucket + number, ALL_RUNS)
+            update_short_runs(
+                weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, begin, end, LOAD_STATE, UPDATE,
+                DIMS[number], RUNS[number], UNROLLS[number], THRESHOLD, ROW_ALIGNMENTS[number],
+                GRAD_ALIGNMENTS[number], STOCHASTIC, SCALED, UNIT,
+            )  # fmt: skip
+
+
 def short_run(
-    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignment: int,
-    entries: Entries, form: EntryForm, tables: RunTables, bucket: Bucket, bucket_number: int, threshold: int,
-    spec: OperatorSpec,
+    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignments: list[int],
+    entries: Entries, form: EntryForm, tables: RunTables, threshold: int, entries_per_row: float, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Update the rows of one bucket's short runs in place."""
-    config = select_short_run(bucket.dim)
+    """Update the rows of all short runs in place."""
+    target = target_of(weights.device)
     optimizer = OPTIMIZERS[spec.optimizer]
-    tiles = triton.cdiv(tables.runs.state_rows.numel(), config.runs_per_tile)
-    short_run_kernel[fixed_grid(target_of(weights.device), config.programs_per_multiprocessor, tiles)](
-        weights_ptr=weights,
-        states=states,
-        stamp_ptr=stamp,
-        grad_ptr=grad_output,
-        entries=entries,
-        runs=tables.runs,
-        ranges_ptr=tables.ranges,
-        bucket=bucket_number,
-        LOAD_STATE=optimizer.load_state,
-        UPDATE=optimizer.update,
-        DIM=bucket.dim,
-        BLOCK_D=bucket.block_dim,
-        RUNS=config.runs_per_tile,
-        THRESHOLD=threshold,
-        UNROLL=config.unroll,
-        ROW_ALIGNMENT=bucket.row_alignment,
-        GRAD_ALIGNMENT=grad_alignment,
-        SCALED=form.scaled,
-        UNIT=form.unit,
-        STOCHASTIC=spec.stochastic_rounding,
-        **launch_options(config.num_warps, config.registers),
-    )
+    buckets = spec.layout.buckets
+    itemsize = weights.element_size()
+    configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, entries_per_row) for b in buckets]
+    for group in launch_groups(configs):
+        chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
+        tiles = triton.cdiv(tables.runs.state_rows.numel(), min(config.runs_per_tile for config in of_bucket))
+        short_run_kernel[bucket_grid(target, of_bucket[0], tiles, len(group))](
+            weights_ptr=weights,
+            states=states,
+            stamp_ptr=stamp,
+            grad_ptr=grad_output,
+            entries=entries,
+            runs=tables.runs,
+            ranges_ptr=tables.ranges,
+            first_bucket=group.start,
+            LOAD_STATE=optimizer.load_state,
+            UPDATE=optimizer.update,
+            DIMS=tuple(bucket.dim for bucket in chosen),
+            RUNS=tuple(config.runs_per_tile for config in of_bucket),
+            UNROLLS=tuple(config.unroll for config in of_bucket),
+            THRESHOLD=threshold,
+            ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),
+            GRAD_ALIGNMENTS=tuple(grad_alignments[b] for b in group),
+            SCALED=form.scaled,
+            UNIT=form.unit,
+            STOCHASTIC=spec.stochastic_rounding,
+            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, itemsize)),
+        )

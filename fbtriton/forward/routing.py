@@ -139,7 +139,8 @@ def plan_for_gpu(
         )
         routes.append(Route("forward gather", gathered, reason))
     for bucket in spec.layout.buckets:
-        short, long = select_short_run(bucket.dim), select_long_run(bucket.block_dim)
+        short = select_short_run(gpu, bucket.dim, itemsize, weighted or spec.mean, 0.0)
+        long = select_long_run(bucket.dim)
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
         routes.append(Route("backward short_run", bucket.features, reason))
         reason = f"runs from {long.threshold} entries on, in pieces of {long.piece_length}"
