@@ -53,7 +53,7 @@ __all__ = [
     "WeightDecayMode",
 ]
 
-POOLINGS = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean"}
+POOLINGS = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: "none"}
 UPDATABLE = ("lr", "eps", "beta1", "beta2", "weight_decay", "lower_bound")
 
 
@@ -72,7 +72,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         optimizer: EXACT_SGD or EXACT_ROWWISE_ADAGRAD.
         stochastic_rounding: of updated FP16 and BF16 rows.
         learning_rate, eps, weight_decay, ...: the optimizer's numbers, read where the optimizer has them.
-        pooling_mode: SUM or MEAN.
+        pooling_mode: SUM, MEAN, or NONE: a row of the output for every id, for tables of one dim.
         device: default the current CUDA device, or the CPU for ComputeDevice.CPU; "meta" allocates nothing.
         bounds_check_mode: WARNING counts and repairs, IGNORE repairs, FATAL stops, NONE promises valid input.
         table_names: shown in messages.
@@ -170,7 +170,6 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
                 raise ValueError(f"{name} must be torch.int32 or torch.int64, got {dtype}")
         placement = place_tables(embedding_specs, table_names, device, managed_as_device)
         pooling = member_of(PoolingMode, "pooling_mode", pooling_mode)
-        refuse(pooling_mode=(pooling in POOLINGS or pooling.name, True))
         self.optimizer = optimizer
         self._kind = member_of(EmbOptimType, "optimizer", optimizer)
         self.optimizer_args = OptimizerArgs(
@@ -244,7 +243,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
 
         Returns:
             [B, sum of feature dims] of output_dtype; for VBE one dimension: rank by rank, feature by feature, sample by
-            sample.
+            sample; with pooling mode NONE [N, dim].
 
         Raises, mutates: as `fbtriton.functional.table_batched_embedding_bags`. Does not wait for the device.
         """

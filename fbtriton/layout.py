@@ -329,7 +329,7 @@ class OperatorSpec:
     Args:
         tables: (rows, dim) of each table.
         feature_tables: the table of each feature.
-        pooling: "sum" or "mean".
+        pooling: "sum", "mean" or "none".
         weights_dtype, output_dtype: "float32", "float16" or "bfloat16".
         optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
@@ -383,3 +383,8 @@ class OperatorSpec:
     @property
     def mean(self) -> bool:
         return self.pooling == "mean"
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the rows of a bag become one; otherwise every entry has a row of the output."""
+        return self.pooling != "none"

@@ -60,7 +60,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             the gradient summed over all its entries.
         feature_table_map: the table number of each feature; default one feature for each table, in order. Features
             may share a table; every table needs a feature.
-        pooling: "sum" or "mean".
+        pooling: "sum", "mean", or "none": a row of the output for every id, for tables of one dim.
         weights_dtype: float32, float16 or bfloat16.
         output_dtype: float32, float16 or bfloat16.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically; fp32 rows are never rounded.
@@ -105,7 +105,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             names = ", ".join(kind.__name__ for kind in OPTIMIZERS.values())
             raise ValueError(f"optimizer must be one of {names}, got {optimizer!r}")
         feature_tables = _check_feature_table_map(feature_table_map, tables)
-        _check_choice("pooling", pooling, ("sum", "mean"))
+        _check_choice("pooling", pooling, ("sum", "mean", "none"))
+        if pooling == "none" and len({table.dim for table in tables}) > 1:
+            raise ValueError(f"tables must have one dim with pooling 'none', got {[table.dim for table in tables]}")
         _check_choice("weights_dtype", weights_dtype, list(DTYPES))
         _check_choice("output_dtype", output_dtype, list(DTYPES))
         _check_choice("bounds_check", bounds_check, MODES)
@@ -163,7 +165,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pooled embeddings [B, sum of feature dims]; its backward updates the rows in place.
+        """Pooled embeddings [B, sum of feature dims], or [N, dim] with pooling "none"; its backward updates the rows in
+        place.
 
         Args:
             indices: [N] int32 or int64 ids, feature-major.

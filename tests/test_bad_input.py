@@ -99,7 +99,7 @@ def test_wrong_tensors(change, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(pooling="max"), "pooling must be one of sum, mean, got 'max'"),
+        (dict(pooling="max"), "pooling must be one of sum, mean, none, got 'max'"),
         (dict(weights_dtype=torch.float64), "weights_dtype must be one of torch.float32"),
         (dict(output_dtype=torch.int8), "output_dtype must be one of torch.float32"),
         (dict(bounds_check="loud"), "bounds_check must be one of off, ignore, warning, fatal, got 'loud'"),

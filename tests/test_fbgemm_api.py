@@ -256,6 +256,20 @@ def test_fbgemm_ten_steps_and_state_dict_both_ways(fbgemm, pooling, optimizer):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_fbgemm_ten_steps_without_pooling(fbgemm, index_dtype, optimizer):
+    theirs, ours = both(
+        fbgemm, "NONE", ((11, 8), (7, 8), (5, 8)), optimizer=fbgemm.OptimType[optimizer],
+        embedding_table_index_type=index_dtype, embedding_table_offset_type=index_dtype,
+    )  # fmt: skip
+    for step, (expected, actual) in enumerate(zip(train(theirs, 10), train(ours, 10), strict=True)):
+        assert_close(actual, expected, tolerance=PROMISED, name=f"output {step}")
+    for kind in ("weights_host", "momentum1_host")[: len(ours.prefixes)]:
+        assert_close(getattr(ours, kind), getattr(theirs, kind).detach(), tolerance=PROMISED, name=kind)
+
+
+@pytest.mark.parity
 def test_fbgemm_state_dict_of_managed_tables_loads(fbgemm):
     """A state_dict with tables in device and in unified memory, each with an offset of its own."""
     theirs, ours = both(fbgemm)
