@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fbtriton import fbgemm_state
+from fbtriton.bounds_messages import BoundsMessages
 from fbtriton.enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -38,6 +39,7 @@ from fbtriton.fbgemm_arguments import (
     warn_of_unused_weight_decay,
 )
 from fbtriton.fbgemm_caches import WithoutCaches
+from fbtriton.fbgemm_inputs import check_vbe_output, without_some_gradients, write_vbe_output
 from fbtriton.fbgemm_names import Bags, FbgemmNames
 
 __all__ = [
@@ -78,7 +80,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         table_names: shown in messages.
         managed_as_device: place tables of location MANAGED and MANAGED_CACHING in device memory; else they are refused.
         initial_accumulator_value: row-wise Adagrad's accumulator at the start.
-        fused_bounds_check, bag_size_hints: see `TableBatchedEmbeddingBags`.
+        fused_bounds_check, bag_size_hints, frozen_tables: see `TableBatchedEmbeddingBags`.
 
     Weights start at zero. The same inputs give bitwise the same weights on every run.
 
@@ -147,6 +149,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         initial_accumulator_value: float = 0.0,
         fused_bounds_check: bool = True,
         bag_size_hints: Sequence[float] | None = None,
+        frozen_tables: Sequence[int] = (),
     ) -> None:
         super().__init__()
         refuse(
@@ -199,6 +202,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             bounds_check=bounds_check,
             fused_bounds_check=fused_bounds_check,
             bag_size_hints=bag_size_hints,
+            frozen_tables=frozen_tables,
             device=placement.device,
         )
         self.learning_rate_tensor = torch.tensor(learning_rate, dtype=torch.float32, device="cpu")
@@ -217,6 +221,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         self.bounds_check_mode_int = BoundsCheckMode[bounds_check_mode.name.removeprefix("V2_")].value
         self.uuid = str(uuid.uuid4())
         self.step = 0
+        self._messages = BoundsMessages()
         self._describe(placement.place)
 
     def forward(
@@ -238,7 +243,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             indices: [N] int32 or int64, feature-major.
             offsets: [F * B + 1] int32 or int64; bag (f, b) holds indices[offsets[f * B + b]:offsets[f * B + b + 1]].
             per_sample_weights: [N] floating point, optional; differentiable.
+            feature_requires_grad: [F] integers; where 0, the gradient of the feature's per-sample weights is zero.
+                Tables are trained in any case; `freeze_tables` is for them.
             batch_size_per_feature_per_rank: [F][ranks] batch sizes, which may differ between features (VBE).
+            vbe_output, vbe_output_offsets: where to write the output of VBE: a contiguous tensor of the output's dtype,
+                and [ranks, F] int64 first elements in it. vbe_output is written in place and returned.
             total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: have no effect on the result.
 
         Returns:
@@ -247,12 +256,20 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
 
         Raises, mutates: as `fbtriton.functional.table_batched_embedding_bags`. Does not wait for the device.
         """
-        refuse(
-            feature_requires_grad=(feature_requires_grad, None),
-            vbe_output=(vbe_output, None),
-            vbe_output_offsets=(vbe_output_offsets, None),
-        )
-        return self.bags.forward(indices, offsets, per_sample_weights, batch_sizes=batch_size_per_feature_per_rank)
+        batch_sizes, spec = batch_size_per_feature_per_rank, self.bags.spec
+        check_vbe_output(vbe_output, vbe_output_offsets, batch_sizes, spec.torch_output_dtype)
+        if feature_requires_grad is not None and per_sample_weights is not None:
+            per_sample_weights = without_some_gradients(
+                per_sample_weights, feature_requires_grad, offsets, batch_sizes, len(spec.feature_tables)
+            )
+        output = self.bags.forward(indices, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        if not torch.compiler.is_compiling():
+            self.step += 1
+            if spec.bounds_check == "warning":
+                self._messages.after_forward(self.bags.bounds_check_report)
+        if vbe_output is not None and vbe_output_offsets is not None and batch_sizes is not None:
+            output = write_vbe_output(output, vbe_output, vbe_output_offsets, batch_sizes, spec.layout.feature_dims)
+        return output
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Fill every table with uniform numbers from [min_val, max_val), in place."""

@@ -10,6 +10,7 @@ Example, tables of 3 rows of dim 1 and 2 rows of dim 4, fp32, features -> [0, 1,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,6 +121,13 @@ class FbgemmNames(nn.Module):
             buffer(f"{prefix}_placements", [PLACE_NUMBERS[place].value] * len(features), torch.int32)
         register_empty_buffers(self, device)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> FbgemmNames:
+        was_meta = self.bags.weights.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.bags.weights.is_meta:
+            self._describe(self.place)
+        return self
+
     @property
     def prefixes(self) -> list[str]:
         """FBGEMM's names of the weights and of each state that there is."""
@@ -196,6 +204,11 @@ class FbgemmNames(nn.Module):
     def clear_bounds_report(self) -> None:
         """Forget what the bounds check found."""
         self.bags.clear_bounds_report()
+
+    def freeze_tables(self, tables: Sequence[int]) -> None:
+        """From the next forward on the tables of these numbers are not trained, and all others are. The gradient of
+        per-sample weights does not change. ValueError for what is not the number of a table."""
+        self.bags.freeze_tables(tables)
 
     @property
     def placeholder_autograd_tensor(self) -> Tensor:

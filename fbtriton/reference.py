@@ -198,6 +198,8 @@ def update_tables(
         rows[entries.table].append(entries.rows)
         grads[entries.table].append(grad_output[entries.place].double()[entries.samples] * entries.scales[:, None])
     for table, weight in enumerate(tables):
+        if table in spec.frozen_tables:
+            continue
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():
             grad = torch.zeros(touched.numel(), weight.shape[1], dtype=torch.float64, device=weight.device)
