@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ def make_optimizer(kind: EmbOptimType, learning_rate: float, args: OptimizerArgs
         NotImplementedError: the optimizer, or what is asked of it, does not exist here.
         ValueError: a number is out of range, or means nothing for this optimizer.
     """
+    if not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate!r}")
     if args.gradient_clipping:
         raise NotImplementedError("gradient_clipping=True is not supported")
     if args.max_norm != 0:

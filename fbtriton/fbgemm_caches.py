@@ -80,18 +80,21 @@ class WithoutCaches:
         """NotImplementedError: gradients are not rewritten here."""
         raise NotImplementedError("writeback_hook is not supported")
 
+    def should_log(self) -> bool:
+        """Whether cache statistics are due: never."""
+        return False
+
     def log(self, msg: str) -> None:
         """Log at level INFO, with the names of the tables."""
         logger.info("%s: %s", self.logging_table_name, msg)
 
     @staticmethod
     def get_table_name_for_logging(table_names: list[str] | None) -> str:
-        """The name of one table, or the number of names and the sorted names of several."""
+        """The name if there is one, else how many different names there are, and the sorted names."""
         if table_names is None:
             return "<Unknown>"
-        if len(table_names) == 1:
-            return table_names[0]
-        return f"<{len(table_names)} tables>: {sorted(set(table_names))}"
+        names = sorted(set(table_names))
+        return names[0] if len(names) == 1 else f"<{len(names)} tables>: {names}"
 
 
 def register_empty_buffers(module: torch.nn.Module, device: torch.device) -> None:
@@ -121,4 +124,5 @@ def register_empty_buffers(module: torch.nn.Module, device: torch.device) -> Non
     sizes["res_weights"] = ((0, 0), torch.float32)
     sizes["res_identities"] = sizes["res_runtime_meta"] = ((0, 1), torch.int64)
     for name, (size, dtype) in sizes.items():
-        module.register_buffer(name, torch.zeros(size, dtype=dtype, device=device), persistent=False)
+        initial = torch.full(size, float(name == "max_counter"), dtype=dtype, device=device)
+        module.register_buffer(name, initial, persistent=False)

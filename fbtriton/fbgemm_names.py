@@ -142,7 +142,8 @@ class FbgemmNames(nn.Module):
     def _offsets_in_bags(self, prefix: str) -> list[int]:
         """[T] the first element of each table in our tensor."""
         layout = self.bags.spec.layout
-        return (layout.weight_offsets if prefix == "weights" else layout.state_bases)[:-1]
+        rowwise = prefix != "weights" and self.bags.optimizer.states[MOMENTA.index(prefix)].rowwise
+        return (layout.state_bases if rowwise else layout.weight_offsets)[:-1]
 
     def views_of(self, prefix: str) -> list[Tensor]:
         """Views of each table's weights or state."""

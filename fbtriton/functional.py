@@ -347,22 +347,16 @@ def table_batched_embedding_bags(
     flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
-    if not spec.pooled:
-        if per_sample_weights is not None or batch_sizes is not None:
-            raise ValueError("per_sample_weights and batch_sizes must be None with pooling 'none': nothing is summed")
-        if spec.bounds_check != "off":
-            offsets = torch.ops.fbtriton.check_bounds(indices, offsets, [], [], bounds_report, text)
-        offsets, *vbe = torch.ops.fbtriton.place_entries(indices, offsets, text)
-        output, _, _ = torch.ops.fbtriton.embedding_bags(
-            anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, None, vbe, [], None, text
-        )
-        return output.view(indices.numel(), spec.layout.dims[0])
+    if not spec.pooled and (per_sample_weights is not None or batch_sizes is not None):
+        raise ValueError("per_sample_weights and batch_sizes must be None with pooling 'none': nothing is summed")
     vbe = torch.ops.fbtriton.place_bags(offsets, flat_sizes, text) if batch_sizes is not None else []
-    fused = spec.bounds_check != "off" and spec.fused_bounds_check
+    fused = spec.bounds_check != "off" and spec.fused_bounds_check and spec.pooled
     if spec.bounds_check != "off" and not fused:
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
+    if not spec.pooled:
+        offsets, *vbe = torch.ops.fbtriton.place_entries(indices, offsets, text)
     output, _, _ = torch.ops.fbtriton.embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
         flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip
-    return output
+    return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])

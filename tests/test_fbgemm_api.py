@@ -168,7 +168,7 @@ def test_hyper_parameters(any_device):
     assert other.optimizer_args.eps == 0.5 and other.optimizer_args.beta1 == 0.5
     with pytest.raises(NotImplementedError, match="params_dict must have names of .* got 'momentum'"):
         other.update_hyper_parameters({"momentum": 0.5})
-    with pytest.raises(ValueError, match="lr must be a finite number >= 0, got -1"):
+    with pytest.raises(ValueError, match="learning_rate must be a finite number >= 0, got -1"):
         other.set_learning_rate(-1)
     assert other.get_learning_rate() == pytest.approx(0.1)
 
