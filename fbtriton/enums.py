@@ -80,6 +80,7 @@ class EmbOptimType(enum.Enum):
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
     ROWWISE_ADAGRAD = "row_wise_adagrad"
+    ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
     SHAMPOO = "shampoo"
     SHAMPOO_V2 = "shampoo_v2"
     MADGRAD = "madgrad"

@@ -212,12 +212,6 @@ def test_managed_tables_are_placed_on_the_device_only_if_asked():
     assert tbe.embedding_specs[0][2] is EmbeddingLocation.DEVICE and tbe.weights_dev.numel() == 12
 
 
-@pytest.fixture
-def fbgemm():
-    pytest.importorskip("fbgemm_gpu", reason="needs fbgemm_gpu, which is not installed")
-    return pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-
-
 def both(fbgemm, pooling="SUM", tables=TABLES, **options):
     """FBGEMM's module and ours, from the same arguments, FBGEMM's enumerations included, with the same weights."""
     torch.manual_seed(3)
