@@ -1,8 +1,8 @@
 """MovieLens-100K, trained twice: through fbtriton and through torch.nn.EmbeddingBag.
 
-A small DLRM learns whether a user will rate an item 4 or more. Its six sparse features are user, item, genres
-(a bag), the user's previous items (a ragged bag of up to 50, weighted by how the user rated them, sharing the
-item table), age bucket and occupation. The first 80 % of the ratings by time train, the last 20 % test. Most
+A small DLRM learns whether a user will rate an item 4 or more. Its six sparse features are user, item, the user's
+previous items (a ragged bag of up to 50, weighted by how the user rated them, sharing the item table), genres
+(a bag), age bucket and occupation. The first 80 % of the ratings by time train, the last 20 % test. Most
 test users are new, so what the model knows of them is mostly what they rated before. The same model, from the
 same weights and on the same batches, trains once with `TableBatchedEmbeddingBags` and once with
 `torch.nn.EmbeddingBag` and a plain row-wise Adagrad. The script fails (exit code 1) unless
@@ -15,6 +15,7 @@ same weights and on the same batches, trains once with `TableBatchedEmbeddingBag
     python examples/movielens.py                    # CPU tensors, under a minute
     python examples/movielens.py --device cuda      # the kernels on the GPU
     python examples/movielens.py --data ml-100k     # the original files: u.data, u.item, u.user
+    python examples/movielens.py --fbgemm-class fbtriton      # through FBGEMM's class, ours or (fbgemm) FBGEMM's
 
 It writes movielens.png and movielens.json to --out and prints a table.
 
@@ -26,6 +27,7 @@ The MovieLens Datasets: History and Context. ACM TiiS 5(4).
 
 import argparse
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -62,7 +64,36 @@ EVALS_PER_EPOCH = 4
 QUICK_STEPS = 200
 INTERPRETED_SAMPLES = 8
 WEIGHTS_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FBGEMM_CLASSES = {"fbtriton": "fbtriton.fbgemm_api", "fbgemm": "fbgemm_gpu.split_table_batched_embeddings_ops_training"}
 INDEX_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+def make_tbe(data: Data, args: argparse.Namespace) -> nn.Module:
+    optimizer = {"rowwise_adagrad": RowwiseAdagrad, "sgd": SGD}[args.optimizer]
+    return TableBatchedEmbeddingBags(
+        [Table(rows, DIM, name=name) for name, rows in data.table_rows.items()],
+        optimizer=optimizer(lr=args.lr),
+        feature_table_map=FEATURE_TABLE_MAP,
+        pooling="sum",
+        weights_dtype=WEIGHTS_DTYPES[args.weights_dtype],
+        device=args.device,
+    )
+
+
+def make_fbgemm_tbe(data: Data, args: argparse.Namespace) -> nn.Module:
+    """The same through FBGEMM's class: only the import depends on whose it is."""
+    tbe = importlib.import_module(FBGEMM_CLASSES[args.fbgemm_class])
+    location, compute = ("DEVICE", "CUDA") if args.device == "cuda" else ("HOST", "CPU")
+    place = tbe.EmbeddingLocation[location], tbe.ComputeDevice[compute]
+    return tbe.SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, DIM, *place) for rows in data.table_rows.values()],
+        optimizer=tbe.OptimType[f"EXACT_{args.optimizer.upper()}"],
+        learning_rate=args.lr,
+        feature_table_map=FEATURE_TABLE_MAP,
+        pooling_mode=tbe.PoolingMode.SUM,
+        weights_precision=tbe.SparseType.from_dtype(WEIGHTS_DTYPES[args.weights_dtype]),
+        table_names=list(data.table_rows),
+    )
 
 
 class FbtritonEmbeddings(nn.Module):
@@ -70,15 +101,7 @@ class FbtritonEmbeddings(nn.Module):
 
     def __init__(self, data: Data, weights: list[Tensor], args: argparse.Namespace):
         super().__init__()
-        optimizer = {"rowwise_adagrad": RowwiseAdagrad, "sgd": SGD}[args.optimizer]
-        self.tbe = TableBatchedEmbeddingBags(
-            [Table(rows, DIM, name=name) for name, rows in data.table_rows.items()],
-            optimizer=optimizer(lr=args.lr),
-            feature_table_map=FEATURE_TABLE_MAP,
-            pooling="sum",
-            weights_dtype=WEIGHTS_DTYPES[args.weights_dtype],
-            device=args.device,
-        )
+        self.tbe = make_fbgemm_tbe(data, args) if args.fbgemm_class else make_tbe(data, args)
         with torch.no_grad():
             for view, initial in zip(self.tbe.split_embedding_weights(), weights, strict=True):
                 view.copy_(initial)
@@ -284,7 +307,7 @@ def print_table(ours: Run, theirs: Run, figures: dict, checks: list[Check]) -> N
     from rich.table import Table as RichTable
 
     table = RichTable(title=f"MovieLens-100K, {len(ours.losses)} steps on {figures['device']}")
-    for column in ("", f"fbtriton\n({figures['engine']})", "nn.EmbeddingBag\n(PyTorch)", ""):
+    for column in ("", f"embeddings\n({figures['engine']})", "nn.EmbeddingBag\n(PyTorch)", ""):
         table.add_column(column)
     runs, last = (ours, theirs), len(ours.losses) // 10 or 1
     table.add_row(f"training loss, last {last}", *(f"{np.mean(run.losses[-last:]):.5f}" for run in runs))
@@ -314,11 +337,13 @@ def parse_args() -> argparse.Namespace:
     add("--index-dtype", choices=list(INDEX_DTYPES), default="int64")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help=f"at most {QUICK_STEPS} steps; the AUC is not enforced")
+    add("--fbgemm-class", choices=list(FBGEMM_CLASSES), help="train through FBGEMM's class, ours or FBGEMM's own")
     add("--interpret", type=int, metavar="N", help="batches for Triton's interpreter; 2 on a CPU, else 0")
     add("--interpreter-child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.lr = ROW_LR[args.optimizer] if args.lr is None else args.lr
-    args.interpret = (0 if args.device == "cuda" else 2) if args.interpret is None else args.interpret
+    if args.interpret is None:
+        args.interpret = 0 if args.device == "cuda" or args.fbgemm_class == "fbgemm" else 2
     return args
 
 
@@ -329,7 +354,7 @@ def environment(args: argparse.Namespace) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__ if triton else None,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "engine": "Triton kernels" if cuda else "PyTorch reference",
+        "engine": "FBGEMM" if args.fbgemm_class == "fbgemm" else "Triton kernels" if cuda else "PyTorch reference",
         "arguments": vars(args),
     }
 

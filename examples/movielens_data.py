@@ -14,9 +14,9 @@ from torch import Tensor
 TRAIN_SHARE = 0.8
 HISTORY = 50
 AGE_BUCKETS = [18, 25, 35, 45, 50, 56]  # the age classes of MovieLens-1M
-FEATURES = ["user", "item", "genres", "previous items", "age", "occupation"]
+FEATURES = ["user", "item", "previous items", "genres", "age", "occupation"]
 ITEM = FEATURES.index("item")
-FEATURE_TABLE_MAP = [0, 1, 2, 1, 3, 4]  # item and previous items share table 1
+FEATURE_TABLE_MAP = [0, 1, 1, 2, 3, 4]  # neighbours share table 1: FBGEMM on a CPU merges no others
 PACKAGED = [f"MovieLens100k_{name}.parquet.brotli" for name in ("data", "items", "users")]
 
 
@@ -104,8 +104,8 @@ def load(directory: str | None) -> Data:
     features = [
         single(user),
         single(item),
-        genres_of(item, genres),
         previous_items(user, item, rating),
+        genres_of(item, genres),
         single(np.digitize(users.age.to_numpy(), AGE_BUCKETS)[user]),
         single(occupation[user]),
     ]

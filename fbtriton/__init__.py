@@ -1,6 +1,17 @@
 """Table batched embeddings for recommendation models, in Triton."""
 
 from fbtriton.bounds_check import BoundsReport
+from fbtriton.enums import (
+    BoundsCheckMode,
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimType,
+    PoolingMode,
+    SparseType,
+    WeightDecayMode,
+)
+from fbtriton.fbgemm_api import SplitTableBatchedEmbeddingBagsCodegen
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
 from fbtriton.module import TableBatchedEmbeddingBags
@@ -8,11 +19,20 @@ from fbtriton.optim import SGD, RowwiseAdagrad
 
 __all__ = [
     "SGD",
+    "BoundsCheckMode",
     "BoundsReport",
+    "ComputeDevice",
+    "EmbOptimType",
+    "EmbeddingLocation",
     "OperatorSpec",
+    "OptimType",
+    "PoolingMode",
     "RowwiseAdagrad",
+    "SparseType",
+    "SplitTableBatchedEmbeddingBagsCodegen",
     "Table",
     "TableBatchedEmbeddingBags",
+    "WeightDecayMode",
     "table_batched_embedding_bags",
 ]
 __version__ = "0.1.0"

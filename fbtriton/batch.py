@@ -24,20 +24,30 @@ from fbtriton.rows import upper_bound
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The samples of each feature, on the host.
+    """The bags of a batch, as far as the host knows them.
 
     Attributes:
-        samples: for each feature its number of samples over all ranks.
-        output_shape: (B, columns), or (elements,) with a batch size for each feature.
-        batch_size: B; 0 with a batch size for each feature.
+        samples: for each feature its number of samples over all ranks; empty if every entry is a bag.
+        output_shape: (B, columns), or (elements,) with a batch size for each feature or without pooling.
+        batch_size: B; 0 with a batch size for each feature or without pooling.
+        entries: the number of entries if each is a bag (pooling "none"), else None.
     """
 
     samples: tuple[int, ...]
     output_shape: tuple[int, ...]
     batch_size: int
+    entries: int | None = None
 
     @staticmethod
     def of(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) -> BatchShape:
+        """From the offsets of the bags: of samples, or without pooling of entries (`fbtriton.sequence`)."""
+        if spec.pooled:
+            return BatchShape.of_samples(offsets, batch_sizes, spec)
+        entries = offsets.numel() - 1
+        return BatchShape((), (entries * spec.layout.dims[0],), 0, entries)
+
+    @staticmethod
+    def of_samples(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) -> BatchShape:
         """From the offsets, or from batch_sizes, [F * ranks] and feature-major, if it is not empty."""
         num_features = len(spec.feature_tables)
         if not batch_sizes:
@@ -50,7 +60,7 @@ class BatchShape:
 
     @cached_property
     def num_bags(self) -> int:
-        return sum(self.samples)
+        return sum(self.samples) if self.entries is None else self.entries
 
     @cached_property
     def first_bags(self) -> list[int]:
@@ -58,7 +68,8 @@ class BatchShape:
         return [0, *np.cumsum(self.samples).tolist()]
 
     def bags_of(self, features: Sequence[int]) -> int:
-        return sum(self.samples[feature] for feature in features)
+        """Without pooling all features are asked for together."""
+        return sum(self.samples[feature] for feature in features) if self.entries is None else self.entries
 
 
 class Segments(NamedTuple):

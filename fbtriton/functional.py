@@ -23,12 +23,17 @@ from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.layout import Bags, OperatorSpec, VbeLayout
+from fbtriton.sequence import place_entries
 
 MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
 
 _library = torch.library.Library("fbtriton", "DEF")
 _library.define(
     "place_bags(Tensor offsets, SymInt[] batch_sizes, str spec) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "place_entries(Tensor indices, Tensor offsets, str spec) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -64,12 +69,18 @@ def _place_bags(offsets: Tensor, batch_sizes: list[int], spec: str) -> list[Tens
         return list(place_bags(offsets, batch_sizes, OperatorSpec.from_json(spec)))
 
 
+def _place_entries(indices: Tensor, offsets: Tensor, spec: str) -> list[Tensor]:
+    with _device_of(offsets):
+        places = place_entries(indices, offsets, OperatorSpec.from_json(spec))
+    return [places.offsets, *places.vbe]
+
+
 def _check_bounds(
     indices: Tensor, offsets: Tensor, vbe: list[Tensor], batch_sizes: list[int], report: Tensor, spec: str
 ) -> Tensor:
     parsed = OperatorSpec.from_json(spec)
     check = bounds.bounds_check if uses_kernels(indices.device) else reference.bounds_check
-    shape = BatchShape.of(offsets, batch_sizes, parsed)
+    shape = BatchShape.of_samples(offsets, batch_sizes, parsed)
     with _device_of(indices):
         return check(bags=_bags(indices, offsets, None, vbe), report=report, shape=shape, spec=parsed)
 
@@ -115,6 +126,7 @@ def _embedding_bags_backward(
 
 
 _library.impl("place_bags", _place_bags, "CompositeExplicitAutograd")
+_library.impl("place_entries", _place_entries, "CompositeExplicitAutograd")
 _library.impl("check_bounds", _check_bounds, "CompositeExplicitAutograd")
 _library.impl("embedding_bags", _embedding_bags, "CompositeExplicitAutograd")
 _library.impl("embedding_bags_backward", _embedding_bags_backward, "CompositeExplicitAutograd")
@@ -131,6 +143,18 @@ def _fake_place_bags(offsets: Tensor, batch_sizes: list[int], spec: str) -> list
     }
     dtypes = {"bag_features": torch.int32, "bucket_bags": torch.int32}
     return [offsets.new_empty(size, dtype=dtypes.get(name, torch.int64)) for name, size in sizes.items()]
+
+
+@torch.library.register_fake("fbtriton::place_entries", lib=_library)
+def _fake_place_entries(indices: Tensor, offsets: Tensor, spec: str) -> list[Tensor]:
+    num_features, num_entries = len(OperatorSpec.from_json(spec).feature_tables), indices.numel()
+    return [
+        offsets.new_empty(num_entries + 1),
+        offsets.new_empty(num_features + 1, dtype=torch.int64),
+        offsets.new_empty(num_entries, dtype=torch.int32),
+        offsets.new_empty(num_entries, dtype=torch.int64),
+        offsets.new_empty(num_entries, dtype=torch.int32),
+    ]
 
 
 @torch.library.register_fake("fbtriton::check_bounds", lib=_library)
@@ -279,7 +303,9 @@ def table_batched_embedding_bags(
 
         output[b, columns of feature f] = sum (or mean) over e in bag (f, b) of w_e * table[f][indices[e]]
 
-    with w_e = 1 without per_sample_weights; a mean divides by the number of ids in the bag. Accumulation is fp32.
+    with w_e = 1 without per_sample_weights; a mean divides by the number of ids in the bag. Accumulation is fp32. With
+    pooling "none" there are no bags and no per-sample weights: output[e] = table of e's feature[indices[e]].
+
     `TableBatchedEmbeddingBags` is a shell around this function that owns the tensors.
 
     Args:
@@ -300,7 +326,7 @@ def table_batched_embedding_bags(
 
     Returns:
         [B, sum of feature dims] of `spec.output_dtype`; with batch_sizes one dimension: rank by rank, feature by
-        feature, sample by sample, as FBGEMM has it.
+        feature, sample by sample, as FBGEMM has it; with pooling "none" [N, dim], zeros for padding and pruned entries.
 
     Mutates:
         bounds_report in the forward; weights, states and the step in the backward. The caller's
@@ -321,12 +347,16 @@ def table_batched_embedding_bags(
     flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
+    if not spec.pooled and (per_sample_weights is not None or batch_sizes is not None):
+        raise ValueError("per_sample_weights and batch_sizes must be None with pooling 'none': nothing is summed")
     vbe = torch.ops.fbtriton.place_bags(offsets, flat_sizes, text) if batch_sizes is not None else []
-    fused = spec.bounds_check != "off" and spec.fused_bounds_check
+    fused = spec.bounds_check != "off" and spec.fused_bounds_check and spec.pooled
     if spec.bounds_check != "off" and not fused:
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
+    if not spec.pooled:
+        offsets, *vbe = torch.ops.fbtriton.place_entries(indices, offsets, text)
     output, _, _ = torch.ops.fbtriton.embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
         flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip
-    return output
+    return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])

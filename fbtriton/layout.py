@@ -58,7 +58,7 @@ class FeatureTables(NamedTuple):
     rows: Tensor  # rows of the table
     weight_offset: Tensor  # element of the flat weights where the table starts
     column: Tensor  # first column of the feature in the output
-    key_base: Tensor  # key of row 0 of the table
+    key_base: Tensor  # key of row 0 of the table, -1 if the table is frozen
 
 
 class KeyTables(NamedTuple):
@@ -203,6 +203,7 @@ class TableLayout:
     dims: tuple[int, ...]
     feature_tables: tuple[int, ...]
     itemsize: int  # bytes of one weight
+    frozen_tables: tuple[int, ...] = ()
 
     @property
     def table_alignment(self) -> int:
@@ -296,7 +297,7 @@ class TableLayout:
                 rows=per_feature(list(self.rows)),
                 weight_offset=per_feature(self.weight_offsets),
                 column=tensor(self.columns[:-1]),
-                key_base=per_feature(self.key_bases),
+                key_base=per_feature([-1 if t in self.frozen_tables else key for t, key in enumerate(self.key_bases)]),
             ),
             key_tables=KeyTables(
                 key_base=per_key_table(self.key_bases),
@@ -329,13 +330,14 @@ class OperatorSpec:
     Args:
         tables: (rows, dim) of each table.
         feature_tables: the table of each feature.
-        pooling: "sum" or "mean".
+        pooling: "sum", "mean" or "none".
         weights_dtype, output_dtype: "float32", "float16" or "bfloat16".
         optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
         bounds_check: "off", "ignore", "warning" or "fatal".
         fused_bounds_check: the forward checks the ids that it loads; otherwise a check of its own runs before.
         bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
+        frozen_tables: tables that are not trained.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -351,6 +353,7 @@ class OperatorSpec:
     bounds_check: str
     fused_bounds_check: bool = True
     bag_size_hints: tuple[float, ...] = ()
+    frozen_tables: tuple[int, ...] = ()
 
     text: str = field(init=False, repr=False, compare=False)
 
@@ -365,12 +368,14 @@ class OperatorSpec:
         fields["tables"] = tuple((rows, dim) for rows, dim in fields["tables"])
         fields["feature_tables"] = tuple(fields["feature_tables"])
         fields["bag_size_hints"] = tuple(fields["bag_size_hints"])
+        fields["frozen_tables"] = tuple(fields["frozen_tables"])
         return OperatorSpec(**fields)
 
     @functools.cached_property
     def layout(self) -> TableLayout:
         rows, dims = zip(*self.tables, strict=True)
-        return TableLayout(rows, dims, self.feature_tables, self.torch_weights_dtype.itemsize)
+        itemsize = self.torch_weights_dtype.itemsize
+        return TableLayout(rows, dims, self.feature_tables, itemsize, self.frozen_tables)
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:
@@ -383,3 +388,8 @@ class OperatorSpec:
     @property
     def mean(self) -> bool:
         return self.pooling == "mean"
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the rows of a bag become one; otherwise every entry has a row of the output."""
+        return self.pooling != "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ def _check_hints(bag_size_hints: Sequence[float], num_features: int) -> None:
             raise ValueError(f"bag_size_hints[{feature}] must be a finite number >= 0, got {hint!r}")
 
 
+def _check_frozen_tables(frozen_tables: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
+    for table in frozen_tables:
+        if not isinstance(table, int) or not 0 <= table < len(tables):
+            raise ValueError(f"frozen_tables must be table numbers in [0, {len(tables)}), got {table!r}")
+    return tuple(sorted(set(frozen_tables)))
+
+
 class TableBatchedEmbeddingBags(nn.Module):
     """Many embedding tables in one operator, trained in place by a fused optimizer.
 
@@ -60,7 +68,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             the gradient summed over all its entries.
         feature_table_map: the table number of each feature; default one feature for each table, in order. Features
             may share a table; every table needs a feature.
-        pooling: "sum" or "mean".
+        pooling: "sum", "mean", or "none": a row of the output for every id, for tables of one dim.
         weights_dtype: float32, float16 or bfloat16.
         output_dtype: float32, float16 or bfloat16.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically; fp32 rows are never rounded.
@@ -69,9 +77,12 @@ class TableBatchedEmbeddingBags(nn.Module):
         fused_bounds_check: check the ids while they are gathered, which costs next to nothing; False runs a check of
             its own before, with the same results.
         bag_size_hints: expected ids in a bag, for each feature. Advisory: they change the route, not the result.
-        device: where weights and state live; default the current CUDA device if there is one, else the CPU.
+        frozen_tables: numbers of tables that are not trained; `freeze_tables` changes them.
+        device: where weights and state live; default the current CUDA device if there is one, else the CPU. On "meta"
+            nothing is allocated; `to_empty` then gives memory, with everything as at construction.
 
-    Weights start at zero. `learning_rate` may be set between steps.
+    Weights start at zero. `learning_rate` may be set between steps. Dtypes are fixed: `half()`, `to(dtype)` and the
+    like raise ValueError if they would change one.
 
     Raises:
         ValueError: an argument is out of range, with its name.
@@ -95,6 +106,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         bounds_check: str = "warning",
         fused_bounds_check: bool = True,
         bag_size_hints: Sequence[float] | None = None,
+        frozen_tables: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -105,7 +117,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             names = ", ".join(kind.__name__ for kind in OPTIMIZERS.values())
             raise ValueError(f"optimizer must be one of {names}, got {optimizer!r}")
         feature_tables = _check_feature_table_map(feature_table_map, tables)
-        _check_choice("pooling", pooling, ("sum", "mean"))
+        _check_choice("pooling", pooling, ("sum", "mean", "none"))
+        if pooling == "none" and len({table.dim for table in tables}) > 1:
+            raise ValueError(f"tables must have one dim with pooling 'none', got {[table.dim for table in tables]}")
         _check_choice("weights_dtype", weights_dtype, list(DTYPES))
         _check_choice("output_dtype", output_dtype, list(DTYPES))
         _check_choice("bounds_check", bounds_check, MODES)
@@ -126,6 +140,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             bounds_check=bounds_check,
             fused_bounds_check=bool(fused_bounds_check),
             bag_size_hints=tuple(map(float, bag_size_hints or ())),
+            frozen_tables=_check_frozen_tables(frozen_tables, tables),
         )
         self._make_buffers(optimizer, torch.device(device))
 
@@ -147,9 +162,38 @@ class TableBatchedEmbeddingBags(nn.Module):
         )
         # Autograd needs something to differentiate; it stays empty and never gets a gradient.
         self.anchor = nn.Parameter(torch.empty(0, device=device))
-        if device.type == "cuda":
-            layout.on_device(self.weights.device)
+        self._upload()
+
+    def _upload(self) -> None:
+        """Copy what kernels read of the specification to the device, so that no copy falls into a capture."""
+        if self.weights.is_cuda:
+            self.spec.layout.on_device(self.weights.device)
             upload_routes(self.spec, self.weights.device)
+
+    def _restart(self) -> None:
+        """Everything as at construction, in memory that holds anything."""
+        with torch.no_grad():
+            self.weights.zero_()
+            for state, initial in zip(self._states, self.optimizer.initial_states, strict=True):
+                state.fill_(initial)
+            self.hyperparameters.copy_(torch.tensor(self.optimizer.hyperparameters, dtype=torch.float32))
+            self.seed_and_step.copy_(torch.tensor([torch.initial_seed() % 2**63, 0]))
+            self.bounds_check_report.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
+        for dtype in (self.weights.dtype, torch.float32):
+            converted = fn(torch.empty(0, dtype=dtype, device=self.weights.device)).dtype
+            if converted != dtype:
+                raise ValueError(
+                    f"dtype must stay {dtype}, got {converted}: dtypes are fixed at construction, by weights_dtype and"
+                    " output_dtype; state is fp32"
+                )
+        was_meta = self.weights.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.weights.is_meta:
+            self._restart()
+        self._upload()
+        return self
 
     @property
     def _states(self) -> list[Tensor]:
@@ -163,7 +207,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pooled embeddings [B, sum of feature dims]; its backward updates the rows in place.
+        """Pooled embeddings [B, sum of feature dims], or [N, dim] with pooling "none"; its backward updates the rows in
+        place.
 
         Args:
             indices: [N] int32 or int64 ids, feature-major.
@@ -206,6 +251,12 @@ class TableBatchedEmbeddingBags(nn.Module):
             for view in self.split_embedding_weights():
                 view.uniform_(low, high)
         return self
+
+    def freeze_tables(self, tables: Sequence[int]) -> None:
+        """From the next forward on the tables of these numbers are not trained, and all others are. The gradient of
+        per-sample weights does not change. ValueError for what is not the number of a table."""
+        self.spec = replace(self.spec, frozen_tables=_check_frozen_tables(tables, self.tables))
+        self._upload()
 
     def split_embedding_weights(self) -> list[Tensor]:
         """A view [rows, dim] of each table. Writing to a view writes the table."""

@@ -82,8 +82,9 @@ def features_of(*, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Iterato
     layout = spec.layout
     num_entries = bags.indices.numel()
     offsets = bags.offsets.to(torch.int64).clamp(0, num_entries)
+    first_bags = _first_bags(bags, shape)
     for feature, table in enumerate(spec.feature_tables):
-        first, last = shape.first_bags[feature : feature + 2]
+        first, last = first_bags[feature : feature + 2]
         bounds = offsets[first : last + 1]
         lengths = (bounds[1:] - bounds[:-1]).clamp_min(0)
         samples = torch.repeat_interleave(torch.arange(last - first, device=offsets.device), lengths)
@@ -100,7 +101,7 @@ def features_of(*, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Iterato
         yield FeatureEntries(
             feature=feature,
             table=table,
-            place=_place(feature, bags, shape, spec),
+            place=_place(feature, first, last, bags, spec),
             num_samples=last - first,
             positions=positions,
             samples=samples,
@@ -109,12 +110,20 @@ def features_of(*, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Iterato
         )
 
 
-def _place(feature: int, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Any:
+def _first_bags(bags: Bags, shape: BatchShape) -> list[int]:
+    """[F + 1] the first bag of each feature; without pooling only the device knows."""
+    if shape.entries is None:
+        return shape.first_bags
+    assert bags.vbe is not None, "entries are placed like bags of a batch size for each feature"
+    return bags.vbe.first_bags.cummax(0).values.tolist()
+
+
+def _place(feature: int, first_bag: int, last_bag: int, bags: Bags, spec: OperatorSpec) -> Any:
     """Index of a feature's part [samples, dim] of the output or its gradient."""
     layout = spec.layout
     if bags.vbe is None:
         return slice(None), slice(layout.columns[feature], layout.columns[feature + 1])
-    first = bags.vbe.output_offsets[shape.first_bags[feature] : shape.first_bags[feature + 1]]
+    first = bags.vbe.output_offsets[first_bag:last_bag]
     return first[:, None] + torch.arange(layout.feature_dims[feature], device=first.device)
 
 
@@ -189,6 +198,8 @@ def update_tables(
         rows[entries.table].append(entries.rows)
         grads[entries.table].append(grad_output[entries.place].double()[entries.samples] * entries.scales[:, None])
     for table, weight in enumerate(tables):
+        if table in spec.frozen_tables:
+            continue
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():
             grad = torch.zeros(touched.numel(), weight.shape[1], dtype=torch.float64, device=weight.device)

@@ -57,6 +57,13 @@ def any_device(request):
     return torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 
 
+@pytest.fixture
+def fbgemm():
+    """The Python module of FBGEMM that has its TBE and, in every release, the enums."""
+    pytest.importorskip("fbgemm_gpu", reason="needs fbgemm_gpu, which is not installed")
+    return pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty():
     """Memory from torch.empty holds NaN (integers: the largest value), so that a forgotten write shows."""

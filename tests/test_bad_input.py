@@ -99,7 +99,7 @@ def test_wrong_tensors(change, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(pooling="max"), "pooling must be one of sum, mean, got 'max'"),
+        (dict(pooling="max"), "pooling must be one of sum, mean, none, got 'max'"),
         (dict(weights_dtype=torch.float64), "weights_dtype must be one of torch.float32"),
         (dict(output_dtype=torch.int8), "output_dtype must be one of torch.float32"),
         (dict(bounds_check="loud"), "bounds_check must be one of off, ignore, warning, fatal, got 'loud'"),
@@ -152,7 +152,8 @@ def test_wrong_batch_sizes(batch_sizes, message):
 
 
 def test_weights_of_another_dtype_are_refused():
-    module = make("cpu").half()
+    module = make("cpu")
+    module.weights = module.weights.half()
     with pytest.raises(ValueError, match="weights must be torch.float32, as constructed, got torch.float16"):
         module(**GOOD)
 

@@ -30,7 +30,7 @@ INTEGERS = [torch.int32, torch.int64]
 
 @dataclass(frozen=True)
 class Case:
-    """Left out: unpooled bags, which the operator does not have yet."""
+    """Left out: pooling "none", which is in test_sequence.py."""
 
     rows: tuple[int, ...] = (9, 5)
     dims: tuple[int, ...] = (4, 4)

@@ -31,7 +31,8 @@ def write_entries(
 ):  # fmt: skip
     """bag (int64), position, ids, live [K]; feature a scalar or [K]. Entries that are not live belong to no bag."""
     row, trains = repair_ids(ids, tl.load(features.rows + feature))
-    key = tl.where(trains & live, tl.load(features.key_base + feature) + row, no_key)
+    key_base = tl.load(features.key_base + feature)
+    key = tl.where(trains & live & (key_base >= 0), key_base + row, no_key)
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty))
     scale = tl.full(position.shape, 1.0, tl.float32)
     if bags.sample_weights is not None:

@@ -96,7 +96,7 @@ def histogram_features(
 def _histogram_features(
     spec: OperatorSpec, long_bags: bool, excluded: bool, config: HistogramConfig
 ) -> tuple[int, ...]:
-    if excluded:
+    if excluded or not spec.pooled:
         return ()
     chosen = []
     for feature, table in enumerate(spec.feature_tables):
