@@ -4,12 +4,27 @@ from fbtriton.bounds_check import BoundsReport
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
 from fbtriton.module import TableBatchedEmbeddingBags
-from fbtriton.optim import SGD, RowwiseAdagrad
+from fbtriton.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    LarsSGD,
+    PartialRowwiseAdam,
+    PartialRowwiseLamb,
+    RowwiseAdagrad,
+)
 
 __all__ = [
     "SGD",
+    "Adagrad",
+    "Adam",
     "BoundsReport",
+    "Lamb",
+    "LarsSGD",
     "OperatorSpec",
+    "PartialRowwiseAdam",
+    "PartialRowwiseLamb",
     "RowwiseAdagrad",
     "Table",
     "TableBatchedEmbeddingBags",

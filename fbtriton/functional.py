@@ -1,10 +1,10 @@
 """The operator as ops and one function: validate -> bounds check -> forward, with the backward tied in.
 
-The ops are declared with `torch.library.Library.define`. The forward's schema says that it writes the bounds report,
-the backward's that it writes weights, states and seed_and_step; those writes bump no version counter, so two forwards
-may precede a backward. What the update needs from the time of the forward (learning rate, step, seed) travels in the
-stamp that the forward returns. The backward is tied in by an `autograd.Function` under the Autograd key, because
-`register_autograd` takes no op that writes one of its arguments.
+The ops are declared with `torch.library.Library.define`. The forward's schema says that it writes the bounds report
+and the iteration, the backward's that it writes weights, states and seed_and_step; those writes bump no version
+counter, so two forwards may precede a backward. What the update needs from the time of the forward (learning rate,
+step, seed) travels in the stamp that the forward returns. The backward is tied in by an `autograd.Function` under the
+Autograd key, because `register_autograd` takes no op that writes one of its arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.layout import Bags, OperatorSpec, VbeLayout
+from fbtriton.optim import stamp_size
 
 MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
 
@@ -38,8 +39,8 @@ _library.define(
 )
 _library.define(
     "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
-    " Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
-    " Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
+    " Tensor(b!)? iteration, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe,"
+    " SymInt[] batch_sizes, Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -76,8 +77,8 @@ def _check_bounds(
 
 def _embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     with _device_of(weights):
@@ -85,6 +86,7 @@ def _embedding_bags(
             weights=weights,
             hyperparameters=hyperparameters,
             seed_and_step=seed_and_step,
+            iteration=iteration,
             bags=_bags(indices, offsets, sample_weights, vbe),
             report=report,
             shape=BatchShape.of(offsets, batch_sizes, parsed),
@@ -143,14 +145,14 @@ def _fake_check_bounds(
 @torch.library.register_fake("fbtriton::embedding_bags", lib=_library)
 def _fake_embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     shape = BatchShape.of(offsets, batch_sizes, parsed).output_shape
     output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
     repaired = offsets.new_empty(0) if report is None else torch.empty_like(offsets)
-    return output, seed_and_step.new_empty(2 + hyperparameters.numel()), repaired
+    return output, seed_and_step.new_empty(stamp_size(hyperparameters, iteration)), repaired
 
 
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
@@ -169,13 +171,13 @@ class _EmbeddingBags(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, sample_weights: Tensor | None, weights: Tensor, states: list[Tensor],
-        hyperparameters: Tensor, seed_and_step: Tensor, indices: Tensor, offsets: Tensor, vbe: list[Tensor],
-        batch_sizes: list[int], report: Tensor | None, spec: str,
+        hyperparameters: Tensor, seed_and_step: Tensor, iteration: Tensor | None, indices: Tensor, offsets: Tensor,
+        vbe: list[Tensor], batch_sizes: list[int], report: Tensor | None, spec: str,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
             output, stamp, repaired = torch.ops.fbtriton.embedding_bags(
-                anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, sample_weights, vbe,
-                batch_sizes, report, spec,
+                anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, sample_weights,
+                vbe, batch_sizes, report, spec,
             )  # fmt: skip
         ctx.mark_non_differentiable(stamp, repaired)
         ctx.set_materialize_grads(False)
@@ -196,17 +198,17 @@ class _EmbeddingBags(torch.autograd.Function):
                 ctx.batch_sizes, trains, needed, ctx.spec,
             )  # fmt: skip
             sample_grad = result if needed else None
-        return None, sample_grad, *[None] * 10
+        return None, sample_grad, *[None] * 11
 
 
 def _embedding_bags_autograd(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _EmbeddingBags.apply(  # type: ignore[no-any-return, no-untyped-call]
-        anchor, sample_weights, weights, states, hyperparameters, seed_and_step, indices, offsets, vbe, batch_sizes,
-        report, spec,
+        anchor, sample_weights, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, vbe,
+        batch_sizes, report, spec,
     )  # fmt: skip
 
 
@@ -273,6 +275,7 @@ def table_batched_embedding_bags(
     seed_and_step: Tensor,
     anchor: Tensor,
     bounds_report: Tensor,
+    iteration: Tensor | None = None,
     batch_sizes: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Pool the rows of many tables; the backward updates them in place with a fused optimizer.
@@ -289,12 +292,13 @@ def table_batched_embedding_bags(
         offsets: [F * B + 1] int32 or int64, feature-major.
         per_sample_weights: [N] floating point, optional; differentiable.
         spec: what is fixed: tables, pooling, dtypes, optimizer.
-        states: the optimizer's state tensors, fp32, [rows of all tables] each.
+        states: the optimizer's state tensors: [rows of all tables], or laid out like the weights.
         hyperparameters: fp32 device tensor; learning rate first. Read by the forward, so a backward uses what was
             set when its forward ran.
         seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
         anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
         bounds_report: int64 [7] device tensor, see `fbtriton.bounds_check`.
+        iteration: int64 [1] device tensor, if the optimizer counts iterations: the forwards so far that were to train.
         batch_sizes: for each feature a list of batch sizes, one for each rank, which may differ between features
             (VBE; FBGEMM's `batch_size_per_feature_per_rank`). offsets then has one more element than their sum.
 
@@ -303,7 +307,7 @@ def table_batched_embedding_bags(
         feature, sample by sample, as FBGEMM has it.
 
     Mutates:
-        bounds_report in the forward; weights, states and the step in the backward. The caller's
+        bounds_report and iteration in the forward; weights, states and the step in the backward. The caller's
         indices, offsets and per_sample_weights are never written.
 
     Raises:
@@ -325,8 +329,10 @@ def table_batched_embedding_bags(
     fused = spec.bounds_check != "off" and spec.fused_bounds_check
     if spec.bounds_check != "off" and not fused:
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
+    if iteration is not None and not (torch.is_grad_enabled() and anchor.requires_grad):
+        iteration = None
     output, _, _ = torch.ops.fbtriton.embedding_bags(
-        anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
-        flat_sizes, bounds_report if fused else None, text,
+        anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, per_sample_weights,
+        vbe, flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip
     return output

@@ -331,11 +331,12 @@ class OperatorSpec:
         feature_tables: the table of each feature.
         pooling: "sum" or "mean".
         weights_dtype, output_dtype: "float32", "float16" or "bfloat16".
-        optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
+        optimizer: a name in `fbtriton.optim.OPTIMIZERS`, see `Optimizer.variant`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
         bounds_check: "off", "ignore", "warning" or "fatal".
         fused_bounds_check: the forward checks the ids that it loads; otherwise a check of its own runs before.
         bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
+        max_gradient: see `fbtriton.optim.Optimizer`.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -351,6 +352,7 @@ class OperatorSpec:
     bounds_check: str
     fused_bounds_check: bool = True
     bag_size_hints: tuple[float, ...] = ()
+    max_gradient: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
 

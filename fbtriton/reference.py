@@ -15,7 +15,7 @@ from torch import Tensor
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import first_bad_words
 from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.optim import OPTIMIZERS, read_stamp
+from fbtriton.optim import OPTIMIZERS, STATES, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
 
 
@@ -128,9 +128,14 @@ def table_views(weights: Tensor, spec: OperatorSpec) -> list[Tensor]:
 
 
 def state_views(states: list[Tensor], spec: OperatorSpec) -> list[list[Tensor]]:
-    """Views [rows] of the row-wise states, for each table one for each state."""
+    """For each table a view of each state: [rows] of a row-wise one, [rows, dim] of one with an element per weight."""
     bases = spec.layout.state_bases
-    return [[state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)]
+    views = [
+        [state[begin:end] for begin, end in zip(bases, bases[1:], strict=False)] if kind.rowwise
+        else table_views(state, spec)
+        for state, kind in zip(states, STATES[spec.optimizer], strict=True)
+    ]  # fmt: skip
+    return [[of_state[table] for of_state in views] for table in range(len(spec.tables))]
 
 
 def forward(*, weights: Tensor, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Tensor:
@@ -157,11 +162,17 @@ def sample_weights_grad(
     return result.float()
 
 
+def clip(grad_output: Tensor, spec: OperatorSpec) -> Tensor:
+    """`max_gradient` of `fbtriton.optim.Optimizer`."""
+    return grad_output.clamp(-spec.max_gradient, spec.max_gradient) if spec.max_gradient else grad_output
+
+
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
 ) -> Tensor | None:  # fmt: skip
     """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
+    grad_output = clip(grad_output, spec)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
         sample_grad = None
         if needs_sample_weights_grad:

@@ -144,7 +144,8 @@ def test_opcheck(any_device):
     torch.library.opcheck(torch.ops.fbtriton.check_bounds, (indices, offsets, [], [], report, text), test_utils=tests)
     weights = torch.rand(8, device=any_device, requires_grad=True)
     for sample_weights, fused_report in ((None, None), (weights, report)):
-        inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, indices, offsets)
+        inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, None)
+        inputs = (*inputs, indices, offsets)
         torch.library.opcheck(
             torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], fused_report, text), test_utils=tests
         )

@@ -58,7 +58,7 @@ def backward(
     if shape.num_bags == 0 or bags.indices.numel() == 0:
         return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
 
-    grad_output = with_unit_columns(grad_output)
+    grad_output = with_unit_columns(reference.clip(grad_output, spec))
     buckets = spec.layout.buckets
     grad_alignments = gradient_alignments(grad_output, bags, spec.layout)
     sample_grad = None

@@ -34,5 +34,5 @@ def update_rows(
     UPDATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One optimizer step for a tile of rows. weight, grad [R, BLOCK_D] fp32; weight_offset, state_row, live [R]"""
-    updated = UPDATE(weight, grad, state, states, state_row, live, stamp_ptr, DIM)
+    updated = UPDATE(weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)

@@ -95,7 +95,7 @@ def apply_kernel(
         weight_offset = tl.multiple_of(tl.load(runs.weight_offsets + run), [ROW_ALIGNMENT])
         state_row = tl.load(runs.state_rows + run)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
-        state = LOAD_STATE(states, state_row, live)
+        state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
         length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
         count = (length + PIECE - 1) // PIECE
         span = 1
