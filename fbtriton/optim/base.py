@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -84,11 +84,12 @@ class Optimizer:
     variants: ClassVar[dict[str, RowUpdate]]
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith("_dtype"):
-                check_state_dtype(name, value)
-            elif not isinstance(value, str):
-                self.check_hyperparameter(name, value)
+        for member in fields(self):
+            value = getattr(self, member.name)
+            if member.type == "float":
+                self.check_hyperparameter(member.name, value)
+            elif member.type == "torch.dtype":
+                check_state_dtype(member.name, value)
 
     @classmethod
     def check_hyperparameter(cls, name: str, value: Any) -> None:
