@@ -24,6 +24,7 @@ from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.layout import Bags, OperatorSpec, VbeLayout
 from fbtriton.optim import stamp_size
+from fbtriton.row_gradients import EmbeddingBagsWithGradient
 
 MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
 
@@ -263,6 +264,16 @@ def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:
         raise ValueError(f"per_sample_weights must be on {indices.device} like indices, got {sample_weights.device}")
 
 
+def _check_unique(total_unique_indices: int, indices: Tensor, spec: OperatorSpec) -> None:
+    if spec.optimizer != "none":
+        raise ValueError(f"total_unique_indices must be None with an optimizer, got {total_unique_indices!r}")
+    if not 0 <= total_unique_indices <= indices.numel():
+        raise ValueError(
+            f"total_unique_indices must be in [0, {indices.numel()}], the number of indices,"
+            f" got {total_unique_indices!r}"
+        )
+
+
 def table_batched_embedding_bags(
     weights: Tensor,
     indices: Tensor,
@@ -277,6 +288,7 @@ def table_batched_embedding_bags(
     bounds_report: Tensor,
     iteration: Tensor | None = None,
     batch_sizes: Sequence[Sequence[int]] | None = None,
+    total_unique_indices: int | None = None,
 ) -> Tensor:
     """Pool the rows of many tables; the backward updates them in place with a fused optimizer.
 
@@ -296,11 +308,14 @@ def table_batched_embedding_bags(
         hyperparameters: fp32 device tensor; learning rate first. Read by the forward, so a backward uses what was
             set when its forward ran.
         seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
-        anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
+        anchor: a tensor that requires gradients if the tables are to be trained; its value is not used. Without an
+            optimizer it is the parameter [rows of all tables, dim] that gets the gradient; weights is a view of it.
         bounds_report: int64 [7] device tensor, see `fbtriton.bounds_check`.
         iteration: int64 [1] device tensor, if the optimizer counts iterations: the forwards so far that were to train.
         batch_sizes: for each feature a list of batch sizes, one for each rank, which may differ between features
             (VBE; FBGEMM's `batch_size_per_feature_per_rank`). offsets then has one more element than their sum.
+        total_unique_indices: without an optimizer, the number of different rows that the batch looks up, as FBGEMM
+            has it. Fewer would leave rows out. Not given, the backward waits for the device to know it.
 
     Returns:
         [B, sum of feature dims] of `spec.output_dtype`; with batch_sizes one dimension: rank by rank, feature by
@@ -322,6 +337,8 @@ def table_batched_embedding_bags(
     if per_sample_weights is not None:
         _check_sample_weights(per_sample_weights, indices)
         per_sample_weights = per_sample_weights.float().contiguous()
+    if total_unique_indices is not None:
+        _check_unique(total_unique_indices, indices, spec)
     flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
@@ -329,6 +346,13 @@ def table_batched_embedding_bags(
     fused = spec.bounds_check != "off" and spec.fused_bounds_check
     if spec.bounds_check != "off" and not fused:
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
+    if spec.optimizer == "none":
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("NoOptimizer gives sparse gradients, which torch.compile does not take")
+        return EmbeddingBagsWithGradient.apply(  # type: ignore[no-any-return, no-untyped-call]
+            anchor, per_sample_weights, hyperparameters, seed_and_step, indices, offsets, vbe, flat_sizes,
+            bounds_report if fused else None, total_unique_indices, text,
+        )  # fmt: skip
     if iteration is not None and not (torch.is_grad_enabled() and anchor.requires_grad):
         iteration = None
     output, _, _ = torch.ops.fbtriton.embedding_bags(

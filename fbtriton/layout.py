@@ -132,6 +132,14 @@ class Runs(NamedTuple):
     state_rows: Tensor  # [R] int64; the run's row in row-wise optimizer state
 
 
+class RowGradients(NamedTuple):
+    """What the backward gives without an optimizer. Device tensors."""
+
+    values: Tensor  # [R, dim] of the weights' dtype; the gradients of the rows
+    rows: Tensor  # [R] int64, rows counted over all tables, ascending
+    filled: Tensor  # [1] int64, how many of the R
+
+
 class LongRuns(NamedTuple):
     """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
 
@@ -203,11 +211,13 @@ class TableLayout:
     dims: tuple[int, ...]
     feature_tables: tuple[int, ...]
     itemsize: int  # bytes of one weight
+    padded: bool = True  # False = tables, which then have one dim, lie back to back
 
     @property
     def table_alignment(self) -> int:
         """Elements; every table starts at a multiple of it."""
-        return ROW_ALIGNMENT_BYTES // self.itemsize
+        unit = ROW_ALIGNMENT_BYTES // self.itemsize
+        return unit if self.padded else math.gcd(unit, *self.dims)
 
     @functools.cached_property
     def weight_offsets(self) -> list[int]:
@@ -372,7 +382,8 @@ class OperatorSpec:
     @functools.cached_property
     def layout(self) -> TableLayout:
         rows, dims = zip(*self.tables, strict=True)
-        return TableLayout(rows, dims, self.feature_tables, self.torch_weights_dtype.itemsize)
+        padded = self.optimizer != "none"
+        return TableLayout(rows, dims, self.feature_tables, self.torch_weights_dtype.itemsize, padded)
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:

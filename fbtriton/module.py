@@ -13,7 +13,7 @@ from fbtriton.bounds_check import MODES, REPORT_SIZE, BoundsReport, read_report
 from fbtriton.forward.routing import upload_routes
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
-from fbtriton.optim import KINDS, Optimizer, check_range
+from fbtriton.optim import KINDS, NoOptimizer, Optimizer, check_range
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -82,6 +82,7 @@ class TableBatchedEmbeddingBags(nn.Module):
     hyperparameters: Tensor
     seed_and_step: Tensor
     iter: Tensor | None
+    anchor: nn.Parameter | None
     bounds_check_report: Tensor
 
     def __init__(
@@ -106,6 +107,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         if type(optimizer) not in KINDS:
             names = ", ".join(kind.__name__ for kind in KINDS)
             raise ValueError(f"optimizer must be one of {names}, got {optimizer!r}")
+        gives_gradients = isinstance(optimizer, NoOptimizer)
+        if gives_gradients and len({table.dim for table in tables}) > 1:
+            dims = [table.dim for table in tables]
+            raise ValueError(f"tables must have one dim with NoOptimizer, got {dims}")
         feature_tables = _check_feature_table_map(feature_table_map, tables)
         _check_choice("pooling", pooling, ("sum", "mean"))
         _check_choice("weights_dtype", weights_dtype, list(DTYPES))
@@ -124,7 +129,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             weights_dtype=DTYPES[weights_dtype],
             output_dtype=DTYPES[output_dtype],
             optimizer=optimizer.variant,
-            stochastic_rounding=bool(stochastic_rounding),
+            stochastic_rounding=bool(stochastic_rounding) and not gives_gradients,
             bounds_check=bounds_check,
             fused_bounds_check=bool(fused_bounds_check),
             bag_size_hints=tuple(map(float, bag_size_hints or ())),
@@ -134,9 +139,11 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def _make_buffers(self, optimizer: Optimizer, device: torch.device) -> None:
         layout = self.spec.layout
-        self.register_buffer(
-            "weights", torch.zeros(layout.weight_offsets[-1], dtype=self.spec.torch_weights_dtype, device=device)
-        )
+        weights = torch.zeros(layout.weight_offsets[-1], dtype=self.spec.torch_weights_dtype, device=device)
+        if isinstance(optimizer, NoOptimizer):
+            self.weights = nn.Parameter(weights.view(-1, self.tables[0].dim))
+        else:
+            self.register_buffer("weights", weights)
         details = zip(optimizer.states, optimizer.initial_states, optimizer.state_dtypes, strict=True)
         for state, initial, dtype in details:
             size = layout.state_bases[-1] if state.rowwise else layout.weight_offsets[-1]
@@ -150,11 +157,17 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.register_buffer(
             "bounds_check_report", torch.zeros(REPORT_SIZE, dtype=torch.int64, device=device), persistent=False
         )
-        # Autograd needs something to differentiate; it stays empty and never gets a gradient.
-        self.anchor = nn.Parameter(torch.empty(0, device=device))
+        # Autograd needs something to differentiate; it stays empty and never gets a gradient. The weights do, if no
+        # optimizer changes them.
+        gives_gradients = isinstance(optimizer, NoOptimizer)
+        self.register_parameter("anchor", None if gives_gradients else nn.Parameter(torch.empty(0, device=device)))
         if device.type == "cuda":
             layout.on_device(self.weights.device)
             upload_routes(self.spec, self.weights.device)
+
+    @property
+    def _flat_weights(self) -> Tensor:
+        return self.weights if self.anchor is not None else self.weights.detach().view(-1)
 
     @property
     def _states(self) -> list[Tensor]:
@@ -167,6 +180,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         per_sample_weights: Tensor | None = None,
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
+        total_unique_indices: int | None = None,
     ) -> Tensor:
         """Pooled embeddings [B, sum of feature dims]; its backward updates the rows in place.
 
@@ -176,12 +190,13 @@ class TableBatchedEmbeddingBags(nn.Module):
             per_sample_weights: [N], optional.
             batch_sizes: for each feature a list of batch sizes, one for each rank (VBE); the output then has one
                 dimension, rank by rank, feature by feature, sample by sample.
+            total_unique_indices: with `NoOptimizer`, the number of different rows in the batch; saves a wait.
 
         Raises:
             ValueError: see `fbtriton.functional.table_batched_embedding_bags`.
         """
         return table_batched_embedding_bags(
-            self.weights,
+            self._flat_weights,
             indices,
             offsets,
             per_sample_weights,
@@ -189,21 +204,32 @@ class TableBatchedEmbeddingBags(nn.Module):
             states=self._states,
             hyperparameters=self.hyperparameters,
             seed_and_step=self.seed_and_step,
-            anchor=self.anchor,
+            anchor=self.weights if self.anchor is None else self.anchor,
             bounds_report=self.bounds_check_report,
             iteration=self.iter,
             batch_sizes=batch_sizes,
+            total_unique_indices=total_unique_indices,
         )
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next forward (and of its backward). Reading it waits for the device."""
+        """The learning rate of the next forward (and of its backward). Reading it waits for the device.
+
+        Raises:
+            ValueError: there is no optimizer.
+        """
+        self._check_learns()
         return float(self.hyperparameters[0])
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        self._check_learns()
         check_range("learning_rate", value)
         self.hyperparameters[0] = value
+
+    def _check_learns(self) -> None:
+        if not self.optimizer.hyperparameter_names:
+            raise ValueError(f"learning_rate needs an optimizer that has one, got {self.optimizer!r}")
 
     def set_hyperparameter(self, name: str, value: float) -> None:
         """Set a number of the optimizer, such as "eps", from the next forward on. CUDA graphs see it.
@@ -225,7 +251,7 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """A view [rows, dim] of each table. Writing to a view writes the table."""
-        return reference.table_views(self.weights, self.spec)
+        return reference.table_views(self._flat_weights, self.spec)
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
         """For each table, a view of each state in the order of `Optimizer.states`: [rows] of a row-wise one, else
@@ -242,7 +268,7 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        del destination[prefix + "anchor"]
+        destination.pop(prefix + "anchor", None)
         if self._is_padded:
             for name in self._laid_out_like_weights:
                 views = reference.table_views(destination[prefix + name], self.spec)
@@ -250,7 +276,8 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict = dict(state_dict)  # the caller's is not changed
-        state_dict[prefix + "anchor"] = self.anchor.detach()
+        if self.anchor is not None:
+            state_dict[prefix + "anchor"] = self.anchor.detach()
         unpadded = sum(rows * dim for rows, dim in self.spec.tables)
         for name in self._laid_out_like_weights:
             given = state_dict.get(prefix + name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import first_bad_words
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags, OperatorSpec, RowGradients
 from fbtriton.optim import OPTIMIZERS, STATES, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
 
@@ -170,8 +170,10 @@ def clip(grad_output: Tensor, spec: OperatorSpec) -> Tensor:
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    gradients: RowGradients | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
+    """One optimizer step for every row that takes part, with its exact summed gradient, in place. With gradients those
+    are filled, and nothing is updated."""
     grad_output = clip(grad_output, spec)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
         sample_grad = None
@@ -182,7 +184,7 @@ def backward(
         if trains and shape.num_bags and bags.indices.numel():
             update_tables(
                 grad_output=grad_output, weights=weights, states=states, stamp=stamp,
-                bags=bags, shape=shape, spec=spec,
+                bags=bags, shape=shape, spec=spec, gradients=gradients,
             )  # fmt: skip
             seed_and_step[1] += 1
     return sample_grad
@@ -190,7 +192,7 @@ def backward(
 
 def update_tables(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], stamp: Tensor,
-    bags: Bags, shape: BatchShape, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, spec: OperatorSpec, gradients: RowGradients | None = None,
 ) -> None:  # fmt: skip
     """Sum the gradients of each table's rows over all its features, then update those rows."""
     tables, table_states = table_views(weights, spec), state_views(states, spec)
@@ -202,12 +204,24 @@ def update_tables(
     for table, weight in enumerate(tables):
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():
+            base = spec.layout.state_bases[table]
             grad = torch.zeros(touched.numel(), weight.shape[1], dtype=torch.float64, device=weight.device)
             grad.index_add_(0, inverse, torch.cat(grads[table]))
+            if gradients is not None:
+                append_gradients(gradients, touched + base, grad)
+                continue
             update_rows(
                 weight=weight, states=table_states[table], touched=touched, grad=grad, stamp=stamp,
-                state_base=spec.layout.state_bases[table], spec=spec,
+                state_base=base, spec=spec,
             )  # fmt: skip
+
+
+def append_gradients(gradients: RowGradients, rows: Tensor, grad: Tensor) -> None:
+    """Round the gradients [n, dim] fp64 of some rows [n] and put them behind what is there."""
+    begin = int(gradients.filled)
+    gradients.rows[begin : begin + rows.numel()] = rows
+    gradients.values[begin : begin + rows.numel()] = grad.to(gradients.values.dtype)
+    gradients.filled.add_(rows.numel())
 
 
 def update_rows(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fbtriton import SGD, Adam, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import SGD, Adam, NoOptimizer, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 from fbtriton.config import GatherConfig, force_config
 from fbtriton.optim import KINDS, OPTIMIZERS
 
@@ -24,12 +24,13 @@ DECAY = {"weight_decay": 0.1}
 OF_EVERY_VARIANT = {
     optimizer.variant: optimizer
     for optimizer in [
-        *(kind(0.1) for kind in KINDS),
+        *(kind(0.1) for kind in KINDS if kind is not NoOptimizer),
         RowwiseAdagrad(0.1, max_norm=1.0),
         RowwiseAdagrad(0.1, weight_decay_mode="l2", **DECAY),
         RowwiseAdagrad(0.1, weight_decay_mode="l2", max_norm=1.0, **DECAY),
         RowwiseAdagrad(0.1, weight_decay_mode="decoupled", **DECAY),
         RowwiseAdagrad(0.1, weight_decay_mode="decoupled", max_norm=1.0, **DECAY),
+        NoOptimizer(),
     ]
 }
 
@@ -199,7 +200,7 @@ def test_cover_compiles(variant):
             assert used.loop_spills == 0 or arch < 90, (kernel.name, arch, used)
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
 def test_optimizers(optimizer):
     """Rows and states with one element per weight are loaded 16 bytes a lane, and nothing spills."""
     from fbtriton.compile_only import load_widths, resources
@@ -211,6 +212,21 @@ def test_optimizers(optimizer):
             widths = load_widths(kernel)
             assert widths["LDG.E.128"] > 0 and not any("U16" in width for width in widths), (name, widths)
             assert resources(kernel).spills == 0, (name, arch, dtype)
+
+
+def test_no_optimizer():
+    """Neither rows nor states are loaded: what is left are gradients, and the table of runs."""
+    from fbtriton.compile_only import compile_only, load_widths, resources
+
+    module = TableBatchedEmbeddingBags([Table(100, 128)], optimizer=NoOptimizer(), weights_dtype=torch.float16)
+    with compile_only("cuda", 90) as kernels:
+        indices, offsets = torch.zeros(4000, dtype=torch.int64), torch.arange(3) * 2000
+        module(indices, offsets, total_unique_indices=1).backward(torch.ones(2, 128, dtype=torch.float32))
+    (kernel,) = of(kernels, "apply_kernel", 128)
+    with_sgd = compile_variant(Variant((128,), optimizer="sgd"), "cuda", 90)
+    (other,) = of(with_sgd, "apply_kernel", 128)
+    assert sum(load_widths(kernel).values()) < sum(load_widths(other).values())
+    assert all(resources(kernel).spills == 0 for kernel in kernels)
 
 
 @pytest.mark.parametrize("dtype, dim", [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 1024)], ids=str)

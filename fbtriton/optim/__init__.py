@@ -30,6 +30,7 @@ from fbtriton.optim.base import (
     stamp_size,
 )
 from fbtriton.optim.lamb import Lamb, PartialRowwiseLamb
+from fbtriton.optim.none import NoOptimizer
 from fbtriton.optim.sgd import SGD, LarsSGD
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Adam",
     "Lamb",
     "LarsSGD",
+    "NoOptimizer",
     "Optimizer",
     "OptimizerStates",
     "PartialRowwiseAdam",
@@ -55,7 +57,7 @@ __all__ = [
 ]
 
 KINDS: tuple[type[Optimizer], ...] = (
-    SGD, LarsSGD, Adagrad, RowwiseAdagrad, Adam, PartialRowwiseAdam, Lamb, PartialRowwiseLamb,
+    SGD, LarsSGD, Adagrad, RowwiseAdagrad, Adam, PartialRowwiseAdam, Lamb, PartialRowwiseLamb, NoOptimizer,
 )  # fmt: skip
 # By `Optimizer.variant`, which is how an `OperatorSpec` names what it is trained by.
 OPTIMIZERS: dict[str, RowUpdate] = {name: update for kind in KINDS for name, update in kind.variants.items()}
