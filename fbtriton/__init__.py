@@ -15,7 +15,17 @@ from fbtriton.fbgemm_api import SplitTableBatchedEmbeddingBagsCodegen
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
 from fbtriton.module import TableBatchedEmbeddingBags
-from fbtriton.optim import SGD, RowwiseAdagrad
+from fbtriton.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    LarsSGD,
+    NoOptimizer,
+    PartialRowwiseAdam,
+    PartialRowwiseLamb,
+    RowwiseAdagrad,
+)
 
 __all__ = [
     "SGD",
@@ -27,6 +37,15 @@ __all__ = [
     "OperatorSpec",
     "OptimType",
     "PoolingMode",
+    "Adagrad",
+    "Adam",
+    "BoundsReport",
+    "Lamb",
+    "LarsSGD",
+    "NoOptimizer",
+    "OperatorSpec",
+    "PartialRowwiseAdam",
+    "PartialRowwiseLamb",
     "RowwiseAdagrad",
     "SparseType",
     "SplitTableBatchedEmbeddingBagsCodegen",

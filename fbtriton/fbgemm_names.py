@@ -212,8 +212,8 @@ class FbgemmNames(nn.Module):
         self.bags.freeze_tables(tables)
 
     @property
-    def placeholder_autograd_tensor(self) -> Tensor:
-        """The empty parameter that autograd differentiates."""
+    def placeholder_autograd_tensor(self) -> Tensor | None:
+        """The empty parameter that autograd differentiates; None if the weights themselves get a gradient."""
         return self.bags.anchor
 
     @property

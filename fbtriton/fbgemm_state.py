@@ -30,7 +30,9 @@ def _without_padding(views: list[Tensor], flat: Tensor) -> Tensor:
 
 def saved_tensors(module: FbgemmNames) -> dict[str, Tensor]:
     """What `state_dict` has, under FBGEMM's keys."""
-    tensors = {"placeholder_autograd_tensor": module.placeholder_autograd_tensor}
+    tensors: dict[str, Tensor] = {}
+    if module.placeholder_autograd_tensor is not None:
+        tensors["placeholder_autograd_tensor"] = module.placeholder_autograd_tensor
     names = (*SAME_TABLES, "bounds_check_warning", "feature_dims", "table_wise_cache_miss", "lxu_cache_weights")
     tensors |= {name: getattr(module, name) for name in names}
     for prefix in module.prefixes:

@@ -1,10 +1,10 @@
 """The operator as ops and one function: validate -> bounds check -> forward, with the backward tied in.
 
-The ops are declared with `torch.library.Library.define`. The forward's schema says that it writes the bounds report,
-the backward's that it writes weights, states and seed_and_step; those writes bump no version counter, so two forwards
-may precede a backward. What the update needs from the time of the forward (learning rate, step, seed) travels in the
-stamp that the forward returns. The backward is tied in by an `autograd.Function` under the Autograd key, because
-`register_autograd` takes no op that writes one of its arguments.
+The ops are declared with `torch.library.Library.define`. The forward's schema says that it writes the bounds report
+and the iteration, the backward's that it writes weights, states and seed_and_step; those writes bump no version
+counter, so two forwards may precede a backward. What the update needs from the time of the forward (learning rate,
+step, seed) travels in the stamp that the forward returns. The backward is tied in by an `autograd.Function` under the
+Autograd key, because `register_autograd` takes no op that writes one of its arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.layout import Bags, OperatorSpec, VbeLayout
+from fbtriton.optim import stamp_size
+from fbtriton.row_gradients import EmbeddingBagsWithGradient
 from fbtriton.sequence import place_entries
 
 MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
@@ -43,8 +45,8 @@ _library.define(
 )
 _library.define(
     "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
-    " Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
-    " Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
+    " Tensor(b!)? iteration, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe,"
+    " SymInt[] batch_sizes, Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -87,8 +89,8 @@ def _check_bounds(
 
 def _embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     with _device_of(weights):
@@ -96,6 +98,7 @@ def _embedding_bags(
             weights=weights,
             hyperparameters=hyperparameters,
             seed_and_step=seed_and_step,
+            iteration=iteration,
             bags=_bags(indices, offsets, sample_weights, vbe),
             report=report,
             shape=BatchShape.of(offsets, batch_sizes, parsed),
@@ -167,14 +170,14 @@ def _fake_check_bounds(
 @torch.library.register_fake("fbtriton::embedding_bags", lib=_library)
 def _fake_embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     shape = BatchShape.of(offsets, batch_sizes, parsed).output_shape
     output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
     repaired = offsets.new_empty(0) if report is None else torch.empty_like(offsets)
-    return output, seed_and_step.new_empty(2 + hyperparameters.numel()), repaired
+    return output, seed_and_step.new_empty(stamp_size(hyperparameters, iteration)), repaired
 
 
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
@@ -193,13 +196,13 @@ class _EmbeddingBags(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, sample_weights: Tensor | None, weights: Tensor, states: list[Tensor],
-        hyperparameters: Tensor, seed_and_step: Tensor, indices: Tensor, offsets: Tensor, vbe: list[Tensor],
-        batch_sizes: list[int], report: Tensor | None, spec: str,
+        hyperparameters: Tensor, seed_and_step: Tensor, iteration: Tensor | None, indices: Tensor, offsets: Tensor,
+        vbe: list[Tensor], batch_sizes: list[int], report: Tensor | None, spec: str,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
             output, stamp, repaired = torch.ops.fbtriton.embedding_bags(
-                anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, sample_weights, vbe,
-                batch_sizes, report, spec,
+                anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, sample_weights,
+                vbe, batch_sizes, report, spec,
             )  # fmt: skip
         ctx.mark_non_differentiable(stamp, repaired)
         ctx.set_materialize_grads(False)
@@ -220,17 +223,17 @@ class _EmbeddingBags(torch.autograd.Function):
                 ctx.batch_sizes, trains, needed, ctx.spec,
             )  # fmt: skip
             sample_grad = result if needed else None
-        return None, sample_grad, *[None] * 10
+        return None, sample_grad, *[None] * 11
 
 
 def _embedding_bags_autograd(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    report: Tensor | None, spec: str,
+    iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], report: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _EmbeddingBags.apply(  # type: ignore[no-any-return, no-untyped-call]
-        anchor, sample_weights, weights, states, hyperparameters, seed_and_step, indices, offsets, vbe, batch_sizes,
-        report, spec,
+        anchor, sample_weights, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, vbe,
+        batch_sizes, report, spec,
     )  # fmt: skip
 
 
@@ -285,6 +288,16 @@ def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:
         raise ValueError(f"per_sample_weights must be on {indices.device} like indices, got {sample_weights.device}")
 
 
+def _check_unique(total_unique_indices: int, indices: Tensor, spec: OperatorSpec) -> None:
+    if spec.optimizer != "none":
+        raise ValueError(f"total_unique_indices must be None with an optimizer, got {total_unique_indices!r}")
+    if not 0 <= total_unique_indices <= indices.numel():
+        raise ValueError(
+            f"total_unique_indices must be in [0, {indices.numel()}], the number of indices,"
+            f" got {total_unique_indices!r}"
+        )
+
+
 def table_batched_embedding_bags(
     weights: Tensor,
     indices: Tensor,
@@ -297,7 +310,9 @@ def table_batched_embedding_bags(
     seed_and_step: Tensor,
     anchor: Tensor,
     bounds_report: Tensor,
+    iteration: Tensor | None = None,
     batch_sizes: Sequence[Sequence[int]] | None = None,
+    total_unique_indices: int | None = None,
 ) -> Tensor:
     """Pool the rows of many tables; the backward updates them in place with a fused optimizer.
 
@@ -315,21 +330,25 @@ def table_batched_embedding_bags(
         offsets: [F * B + 1] int32 or int64, feature-major.
         per_sample_weights: [N] floating point, optional; differentiable.
         spec: what is fixed: tables, pooling, dtypes, optimizer.
-        states: the optimizer's state tensors, fp32, [rows of all tables] each.
+        states: the optimizer's state tensors: [rows of all tables], or laid out like the weights.
         hyperparameters: fp32 device tensor; learning rate first. Read by the forward, so a backward uses what was
             set when its forward ran.
         seed_and_step: int64 [2] device tensor {seed, step} of stochastic rounding.
-        anchor: a tensor that requires gradients if the tables are to be trained; its value is not used.
+        anchor: a tensor that requires gradients if the tables are to be trained; its value is not used. Without an
+            optimizer it is the parameter [rows of all tables, dim] that gets the gradient; weights is a view of it.
         bounds_report: int64 [7] device tensor, see `fbtriton.bounds_check`.
+        iteration: int64 [1] device tensor, if the optimizer counts iterations: the forwards so far that were to train.
         batch_sizes: for each feature a list of batch sizes, one for each rank, which may differ between features
             (VBE; FBGEMM's `batch_size_per_feature_per_rank`). offsets then has one more element than their sum.
+        total_unique_indices: without an optimizer, the number of different rows that the batch looks up, as FBGEMM
+            has it. Fewer would leave rows out. Not given, the backward waits for the device to know it.
 
     Returns:
         [B, sum of feature dims] of `spec.output_dtype`; with batch_sizes one dimension: rank by rank, feature by
         feature, sample by sample, as FBGEMM has it; with pooling "none" [N, dim], zeros for padding and pruned entries.
 
     Mutates:
-        bounds_report in the forward; weights, states and the step in the backward. The caller's
+        bounds_report and iteration in the forward; weights, states and the step in the backward. The caller's
         indices, offsets and per_sample_weights are never written.
 
     Raises:
@@ -344,6 +363,8 @@ def table_batched_embedding_bags(
     if per_sample_weights is not None:
         _check_sample_weights(per_sample_weights, indices)
         per_sample_weights = per_sample_weights.float().contiguous()
+    if total_unique_indices is not None:
+        _check_unique(total_unique_indices, indices, spec)
     flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
@@ -355,8 +376,18 @@ def table_batched_embedding_bags(
         offsets = torch.ops.fbtriton.check_bounds(indices, offsets, vbe, flat_sizes, bounds_report, text)
     if not spec.pooled:
         offsets, *vbe = torch.ops.fbtriton.place_entries(indices, offsets, text)
+    if spec.optimizer == "none":
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("NoOptimizer gives sparse gradients, which torch.compile does not take")
+        output = EmbeddingBagsWithGradient.apply(  # type: ignore[no-untyped-call]
+            anchor, per_sample_weights, hyperparameters, seed_and_step, indices, offsets, vbe, flat_sizes,
+            bounds_report if fused else None, total_unique_indices, text,
+        )  # fmt: skip
+        return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])
+    if iteration is not None and not (torch.is_grad_enabled() and anchor.requires_grad):
+        iteration = None
     output, _, _ = torch.ops.fbtriton.embedding_bags(
-        anchor, weights, states, hyperparameters, seed_and_step, indices, offsets, per_sample_weights, vbe,
-        flat_sizes, bounds_report if fused else None, text,
+        anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, per_sample_weights,
+        vbe, flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip
     return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])

@@ -132,6 +132,14 @@ class Runs(NamedTuple):
     state_rows: Tensor  # [R] int64; the run's row in row-wise optimizer state
 
 
+class RowGradients(NamedTuple):
+    """What the backward gives without an optimizer. Device tensors."""
+
+    values: Tensor  # [R, dim] of the weights' dtype; the gradients of the rows
+    rows: Tensor  # [R] int64, rows counted over all tables, ascending
+    filled: Tensor  # [1] int64, how many of the R
+
+
 class LongRuns(NamedTuple):
     """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
 
@@ -204,11 +212,13 @@ class TableLayout:
     feature_tables: tuple[int, ...]
     itemsize: int  # bytes of one weight
     frozen_tables: tuple[int, ...] = ()
+    padded: bool = True  # False = tables, which then have one dim, lie back to back
 
     @property
     def table_alignment(self) -> int:
         """Elements; every table starts at a multiple of it."""
-        return ROW_ALIGNMENT_BYTES // self.itemsize
+        unit = ROW_ALIGNMENT_BYTES // self.itemsize
+        return unit if self.padded else math.gcd(unit, *self.dims)
 
     @functools.cached_property
     def weight_offsets(self) -> list[int]:
@@ -332,12 +342,13 @@ class OperatorSpec:
         feature_tables: the table of each feature.
         pooling: "sum", "mean" or "none".
         weights_dtype, output_dtype: "float32", "float16" or "bfloat16".
-        optimizer: a name in `fbtriton.optim.OPTIMIZERS`.
+        optimizer: a name in `fbtriton.optim.OPTIMIZERS`, see `Optimizer.variant`.
         stochastic_rounding: round updated fp16 and bf16 rows stochastically.
         bounds_check: "off", "ignore", "warning" or "fatal".
         fused_bounds_check: the forward checks the ids that it loads; otherwise a check of its own runs before.
         bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
         frozen_tables: tables that are not trained.
+        max_gradient: see `fbtriton.optim.Optimizer`.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -354,6 +365,7 @@ class OperatorSpec:
     fused_bounds_check: bool = True
     bag_size_hints: tuple[float, ...] = ()
     frozen_tables: tuple[int, ...] = ()
+    max_gradient: float = 0.0
 
     text: str = field(init=False, repr=False, compare=False)
 
@@ -375,7 +387,8 @@ class OperatorSpec:
     def layout(self) -> TableLayout:
         rows, dims = zip(*self.tables, strict=True)
         itemsize = self.torch_weights_dtype.itemsize
-        return TableLayout(rows, dims, self.feature_tables, itemsize, self.frozen_tables)
+        padded = self.optimizer != "none"
+        return TableLayout(rows, dims, self.feature_tables, itemsize, self.frozen_tables, padded)
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:

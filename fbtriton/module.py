@@ -14,7 +14,7 @@ from fbtriton.bounds_check import MODES, REPORT_SIZE, BoundsReport, read_report
 from fbtriton.forward.routing import upload_routes
 from fbtriton.functional import table_batched_embedding_bags
 from fbtriton.layout import OperatorSpec, Table
-from fbtriton.optim import OPTIMIZERS, Optimizer
+from fbtriton.optim import KINDS, NoOptimizer, Optimizer, check_range
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -64,7 +64,7 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     Args:
         tables: one `Table` each.
-        optimizer: `SGD` or `RowwiseAdagrad`; applied during the backward, once for each row of the batch, with
+        optimizer: one of `fbtriton.optim.KINDS`; applied during the backward, once for each row of the batch, with
             the gradient summed over all its entries.
         feature_table_map: the table number of each feature; default one feature for each table, in order. Features
             may share a table; every table needs a feature.
@@ -81,8 +81,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         device: where weights and state live; default the current CUDA device if there is one, else the CPU. On "meta"
             nothing is allocated; `to_empty` then gives memory, with everything as at construction.
 
-    Weights start at zero. `learning_rate` may be set between steps. Dtypes are fixed: `half()`, `to(dtype)` and the
-    like raise ValueError if they would change one.
+    Weights start at zero. `learning_rate` and, by `set_hyperparameter`, other numbers of the optimizer may be set
+    between steps. An optimizer that counts iterations has the count in `iter`: the forwards so far with gradients on.
+    Dtypes are fixed: `half()`, `to(dtype)` and the like raise ValueError if they would change one.
 
     Raises:
         ValueError: an argument is out of range, with its name.
@@ -91,6 +92,8 @@ class TableBatchedEmbeddingBags(nn.Module):
     weights: Tensor
     hyperparameters: Tensor
     seed_and_step: Tensor
+    iter: Tensor | None
+    anchor: nn.Parameter | None
     bounds_check_report: Tensor
 
     def __init__(
@@ -113,9 +116,13 @@ class TableBatchedEmbeddingBags(nn.Module):
         tables = list(tables)
         if not tables or not all(isinstance(table, Table) for table in tables):
             raise ValueError(f"tables must be a non-empty sequence of Table, got {tables!r}")
-        if type(optimizer) not in OPTIMIZERS.values():
-            names = ", ".join(kind.__name__ for kind in OPTIMIZERS.values())
+        if type(optimizer) not in KINDS:
+            names = ", ".join(kind.__name__ for kind in KINDS)
             raise ValueError(f"optimizer must be one of {names}, got {optimizer!r}")
+        gives_gradients = isinstance(optimizer, NoOptimizer)
+        if gives_gradients and len({table.dim for table in tables}) > 1:
+            dims = [table.dim for table in tables]
+            raise ValueError(f"tables must have one dim with NoOptimizer, got {dims}")
         feature_tables = _check_feature_table_map(feature_table_map, tables)
         _check_choice("pooling", pooling, ("sum", "mean", "none"))
         if pooling == "none" and len({table.dim for table in tables}) > 1:
@@ -135,33 +142,40 @@ class TableBatchedEmbeddingBags(nn.Module):
             pooling=pooling,
             weights_dtype=DTYPES[weights_dtype],
             output_dtype=DTYPES[output_dtype],
-            optimizer=optimizer.name,
-            stochastic_rounding=bool(stochastic_rounding),
+            optimizer=optimizer.variant,
+            stochastic_rounding=bool(stochastic_rounding) and not gives_gradients,
             bounds_check=bounds_check,
             fused_bounds_check=bool(fused_bounds_check),
             bag_size_hints=tuple(map(float, bag_size_hints or ())),
             frozen_tables=_check_frozen_tables(frozen_tables, tables),
+            max_gradient=float(optimizer.max_gradient),
         )
         self._make_buffers(optimizer, torch.device(device))
 
     def _make_buffers(self, optimizer: Optimizer, device: torch.device) -> None:
         layout = self.spec.layout
-        self.register_buffer(
-            "weights", torch.zeros(layout.weight_offsets[-1], dtype=self.spec.torch_weights_dtype, device=device)
-        )
-        for state, initial in zip(optimizer.states, optimizer.initial_states, strict=True):
-            self.register_buffer(
-                state.name, torch.full((layout.state_bases[-1],), initial, dtype=torch.float32, device=device)
-            )
+        weights = torch.zeros(layout.weight_offsets[-1], dtype=self.spec.torch_weights_dtype, device=device)
+        if isinstance(optimizer, NoOptimizer):
+            self.weights = nn.Parameter(weights.view(-1, self.tables[0].dim))
+        else:
+            self.register_buffer("weights", weights)
+        details = zip(optimizer.states, optimizer.initial_states, optimizer.state_dtypes, strict=True)
+        for state, initial, dtype in details:
+            size = layout.state_bases[-1] if state.rowwise else layout.weight_offsets[-1]
+            self.register_buffer(state.name, torch.full((size,), initial, dtype=dtype, device=device))
         self.register_buffer(
             "hyperparameters", torch.tensor(optimizer.hyperparameters, dtype=torch.float32, device=device)
         )
+        count = torch.zeros(1, dtype=torch.int64, device=device) if optimizer.counts_iterations else None
+        self.register_buffer("iter", count)
         self.register_buffer("seed_and_step", torch.tensor([torch.initial_seed() % 2**63, 0], device=device))
         self.register_buffer(
             "bounds_check_report", torch.zeros(REPORT_SIZE, dtype=torch.int64, device=device), persistent=False
         )
-        # Autograd needs something to differentiate; it stays empty and never gets a gradient.
-        self.anchor = nn.Parameter(torch.empty(0, device=device))
+        # Autograd needs something to differentiate; it stays empty and never gets a gradient. The weights do, if no
+        # optimizer changes them.
+        gives_gradients = isinstance(optimizer, NoOptimizer)
+        self.register_parameter("anchor", None if gives_gradients else nn.Parameter(torch.empty(0, device=device)))
         self._upload()
 
     def _upload(self) -> None:
@@ -179,6 +193,8 @@ class TableBatchedEmbeddingBags(nn.Module):
             self.hyperparameters.copy_(torch.tensor(self.optimizer.hyperparameters, dtype=torch.float32))
             self.seed_and_step.copy_(torch.tensor([torch.initial_seed() % 2**63, 0]))
             self.bounds_check_report.zero_()
+            if self.iter is not None:
+                self.iter.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
         for dtype in (self.weights.dtype, torch.float32):
@@ -196,6 +212,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         return self
 
     @property
+    def _flat_weights(self) -> Tensor:
+        return self.weights if self.anchor is not None else self.weights.detach().view(-1)
+
+    @property
     def _states(self) -> list[Tensor]:
         return [getattr(self, state.name) for state in self.optimizer.states]
 
@@ -206,6 +226,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         per_sample_weights: Tensor | None = None,
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
+        total_unique_indices: int | None = None,
     ) -> Tensor:
         """Pooled embeddings [B, sum of feature dims], or [N, dim] with pooling "none"; its backward updates the rows in
         place.
@@ -216,12 +237,13 @@ class TableBatchedEmbeddingBags(nn.Module):
             per_sample_weights: [N], optional.
             batch_sizes: for each feature a list of batch sizes, one for each rank (VBE); the output then has one
                 dimension, rank by rank, feature by feature, sample by sample.
+            total_unique_indices: with `NoOptimizer`, the number of different rows in the batch; saves a wait.
 
         Raises:
             ValueError: see `fbtriton.functional.table_batched_embedding_bags`.
         """
         return table_batched_embedding_bags(
-            self.weights,
+            self._flat_weights,
             indices,
             offsets,
             per_sample_weights,
@@ -229,21 +251,43 @@ class TableBatchedEmbeddingBags(nn.Module):
             states=self._states,
             hyperparameters=self.hyperparameters,
             seed_and_step=self.seed_and_step,
-            anchor=self.anchor,
+            anchor=self.weights if self.anchor is None else self.anchor,
             bounds_report=self.bounds_check_report,
+            iteration=self.iter,
             batch_sizes=batch_sizes,
+            total_unique_indices=total_unique_indices,
         )
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next forward (and of its backward). Reading it waits for the device."""
+        """The learning rate of the next forward (and of its backward). Reading it waits for the device.
+
+        Raises:
+            ValueError: there is no optimizer.
+        """
+        self._check_learns()
         return float(self.hyperparameters[0])
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"learning_rate must be a finite number >= 0, got {value!r}")
+        self._check_learns()
+        check_range("learning_rate", value)
         self.hyperparameters[0] = value
+
+    def _check_learns(self) -> None:
+        if not self.optimizer.hyperparameter_names:
+            raise ValueError(f"learning_rate needs an optimizer that has one, got {self.optimizer!r}")
+
+    def set_hyperparameter(self, name: str, value: float) -> None:
+        """Set a number of the optimizer, such as "eps", from the next forward on. CUDA graphs see it.
+
+        Raises:
+            ValueError: the optimizer has no such number that may change, or the value is out of its range.
+        """
+        names = self.optimizer.hyperparameter_names
+        _check_choice("name", name, names)
+        self.optimizer.check_hyperparameter(name, value)
+        self.hyperparameters[names.index(name)] = value
 
     def init_uniform_(self, low: float, high: float) -> TableBatchedEmbeddingBags:
         """Fill every table with uniform numbers from [low, high), from torch's generator, in place."""
@@ -260,10 +304,11 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """A view [rows, dim] of each table. Writing to a view writes the table."""
-        return reference.table_views(self.weights, self.spec)
+        return reference.table_views(self._flat_weights, self.spec)
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """For each table, a view [rows] of each row-wise state: [] for SGD, [sum] for row-wise Adagrad."""
+        """For each table, a view of each state in the order of `Optimizer.states`: [rows] of a row-wise one, else
+        [rows, dim]. Writing to a view writes the state."""
         return reference.state_views(self._states, self.spec)
 
     def bounds_report(self) -> BoundsReport:
@@ -276,19 +321,26 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        del destination[prefix + "anchor"]
+        destination.pop(prefix + "anchor", None)
         if self._is_padded:
-            views = self.split_embedding_weights()
-            destination[prefix + "weights"] = torch.cat([view.flatten() for view in views])
+            for name in self._laid_out_like_weights:
+                views = reference.table_views(destination[prefix + name], self.spec)
+                destination[prefix + name] = torch.cat([view.flatten() for view in views])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict = dict(state_dict)  # the caller's is not changed
-        state_dict[prefix + "anchor"] = self.anchor.detach()
-        weights = state_dict.get(prefix + "weights")
+        if self.anchor is not None:
+            state_dict[prefix + "anchor"] = self.anchor.detach()
         unpadded = sum(rows * dim for rows, dim in self.spec.tables)
-        if self._is_padded and weights is not None and weights.numel() == unpadded:
-            state_dict[prefix + "weights"] = self._with_padding(weights)
+        for name in self._laid_out_like_weights:
+            given = state_dict.get(prefix + name)
+            if self._is_padded and given is not None and given.numel() == unpadded:
+                state_dict[prefix + name] = self._with_padding(given)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _laid_out_like_weights(self) -> list[str]:
+        return ["weights", *(state.name for state in self.optimizer.states if not state.rowwise)]
 
     @property
     def _is_padded(self) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import first_bad_words
-from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.optim import OPTIMIZERS, read_stamp
+from fbtriton.layout import Bags, OperatorSpec, RowGradients
+from fbtriton.optim import OPTIMIZERS, STATES, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
 
 
@@ -137,9 +137,14 @@ def table_views(weights: Tensor, spec: OperatorSpec) -> list[Tensor]:
 
 
 def state_views(states: list[Tensor], spec: OperatorSpec) -> list[list[Tensor]]:
-    """Views [rows] of the row-wise states, for each table one for each state."""
+    """For each table a view of each state: [rows] of a row-wise one, [rows, dim] of one with an element per weight."""
     bases = spec.layout.state_bases
-    return [[state[begin:end] for state in states] for begin, end in zip(bases, bases[1:], strict=False)]
+    views = [
+        [state[begin:end] for begin, end in zip(bases, bases[1:], strict=False)] if kind.rowwise
+        else table_views(state, spec)
+        for state, kind in zip(states, STATES[spec.optimizer], strict=True)
+    ]  # fmt: skip
+    return [[of_state[table] for of_state in views] for table in range(len(spec.tables))]
 
 
 def forward(*, weights: Tensor, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> Tensor:
@@ -166,11 +171,19 @@ def sample_weights_grad(
     return result.float()
 
 
+def clip(grad_output: Tensor, spec: OperatorSpec) -> Tensor:
+    """`max_gradient` of `fbtriton.optim.Optimizer`."""
+    return grad_output.clamp(-spec.max_gradient, spec.max_gradient) if spec.max_gradient else grad_output
+
+
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    gradients: RowGradients | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """One optimizer step for every row that takes part, with its exact summed gradient, in place."""
+    """One optimizer step for every row that takes part, with its exact summed gradient, in place. With gradients those
+    are filled, and nothing is updated."""
+    grad_output = clip(grad_output, spec)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((weights, seed_and_step, *states)):
         sample_grad = None
         if needs_sample_weights_grad:
@@ -180,7 +193,7 @@ def backward(
         if trains and shape.num_bags and bags.indices.numel():
             update_tables(
                 grad_output=grad_output, weights=weights, states=states, stamp=stamp,
-                bags=bags, shape=shape, spec=spec,
+                bags=bags, shape=shape, spec=spec, gradients=gradients,
             )  # fmt: skip
             seed_and_step[1] += 1
     return sample_grad
@@ -188,7 +201,7 @@ def backward(
 
 def update_tables(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], stamp: Tensor,
-    bags: Bags, shape: BatchShape, spec: OperatorSpec,
+    bags: Bags, shape: BatchShape, spec: OperatorSpec, gradients: RowGradients | None = None,
 ) -> None:  # fmt: skip
     """Sum the gradients of each table's rows over all its features, then update those rows."""
     tables, table_states = table_views(weights, spec), state_views(states, spec)
@@ -202,12 +215,24 @@ def update_tables(
             continue
         touched, inverse = torch.unique(torch.cat(rows[table]), return_inverse=True)
         if touched.numel():
+            base = spec.layout.state_bases[table]
             grad = torch.zeros(touched.numel(), weight.shape[1], dtype=torch.float64, device=weight.device)
             grad.index_add_(0, inverse, torch.cat(grads[table]))
+            if gradients is not None:
+                append_gradients(gradients, touched + base, grad)
+                continue
             update_rows(
                 weight=weight, states=table_states[table], touched=touched, grad=grad, stamp=stamp,
-                state_base=spec.layout.state_bases[table], spec=spec,
+                state_base=base, spec=spec,
             )  # fmt: skip
+
+
+def append_gradients(gradients: RowGradients, rows: Tensor, grad: Tensor) -> None:
+    """Round the gradients [n, dim] fp64 of some rows [n] and put them behind what is there."""
+    begin = int(gradients.filled)
+    gradients.rows[begin : begin + rows.numel()] = rows
+    gradients.values[begin : begin + rows.numel()] = grad.to(gradients.values.dtype)
+    gradients.filled.add_(rows.numel())
 
 
 def update_rows(

@@ -7,13 +7,36 @@ from fbtriton.rounding import round_stochastically, rounding_noise
 
 # Layout of the stamp, an int64 tensor that the forward writes and the backward reads:
 # [step, seed, fp32 bits of hyperparameter 0, fp32 bits of hyperparameter 1, ...]
+# and, where iterations are counted, the fp32 bits of 1 - beta^iteration for beta = hyperparameters 1 and 2.
 STAMP_STEP = tl.constexpr(0)
 STAMP_SEED = tl.constexpr(1)
 STAMP_HYPERPARAMETERS = tl.constexpr(2)
 
 
 @triton.jit
-def write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS: tl.constexpr):
+def power(base, exponent):
+    """base fp64, exponent int64 >= 0, scalars. By squaring, so that it is right to fp64 on every GPU."""
+    result = tl.full([], 1.0, tl.float64)
+    while exponent > 0:
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base *= base
+        exponent = exponent // 2
+    return result
+
+
+@triton.jit
+def write_bias_corrections(stamp_ptr, hyperparameters_ptr, iteration_ptr, NUM_HYPERPARAMETERS: tl.constexpr):
+    """Counts the iteration too."""
+    iteration = tl.load(iteration_ptr) + 1
+    tl.store(iteration_ptr, iteration)
+    for i in tl.static_range(2):
+        beta = tl.load(hyperparameters_ptr + 1 + i).to(tl.float64)
+        bits = (1.0 - power(beta, iteration)).to(tl.float32).to(tl.int32, bitcast=True)
+        tl.store(stamp_ptr + STAMP_HYPERPARAMETERS + NUM_HYPERPARAMETERS + i, bits.to(tl.int64))
+
+
+@triton.jit
+def write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, iteration_ptr, NUM_HYPERPARAMETERS: tl.constexpr):
     """The first program of the launch writes it; stamp_ptr None = another launch does."""
     if stamp_ptr is not None:
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -22,6 +45,8 @@ def write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARA
             for i in tl.static_range(NUM_HYPERPARAMETERS):
                 bits = tl.load(hyperparameters_ptr + i).to(tl.int32, bitcast=True)
                 tl.store(stamp_ptr + STAMP_HYPERPARAMETERS + i, bits.to(tl.int64))
+            if iteration_ptr is not None:
+                write_bias_corrections(stamp_ptr, hyperparameters_ptr, iteration_ptr, NUM_HYPERPARAMETERS)
 
 
 @triton.jit

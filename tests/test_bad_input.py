@@ -108,7 +108,7 @@ def test_wrong_tensors(change, message):
         (dict(feature_table_map=[1, 1]), "feature_table_map must use every table, got [1, 1] without table 0"),
         (dict(bag_size_hints=[3.0]), "bag_size_hints must have one entry for each of 2 features, got 1"),
         (dict(bag_size_hints=[3.0, -1]), "bag_size_hints[1] must be a finite number >= 0, got -1"),
-        (dict(optimizer="sgd"), "optimizer must be one of SGD, RowwiseAdagrad, got 'sgd'"),
+        (dict(optimizer="sgd"), "optimizer must be one of SGD, LarsSGD, Adagrad, RowwiseAdagrad, Adam, "),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

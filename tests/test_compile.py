@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import SGD, Adam, NoOptimizer, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 from fbtriton.config import GatherConfig, force_config, select_long_run, select_short_run
+from fbtriton.optim import KINDS, OPTIMIZERS
 
 pytestmark = pytest.mark.compile
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -19,6 +20,19 @@ FLOATS = list(SHORT)
 CUDA = [("cuda", 80), ("cuda", 90), ("cuda", 100)]
 AMD = [("hip", "gfx942"), ("hip", "gfx950")]
 ALL_DIMS = (1, 4, 8, 64, 128, 256, 1024)
+DECAY = {"weight_decay": 0.1}
+OF_EVERY_VARIANT = {
+    optimizer.variant: optimizer
+    for optimizer in [
+        *(kind(0.1) for kind in KINDS if kind is not NoOptimizer),
+        RowwiseAdagrad(0.1, max_norm=1.0),
+        RowwiseAdagrad(0.1, weight_decay_mode="l2", **DECAY),
+        RowwiseAdagrad(0.1, weight_decay_mode="l2", max_norm=1.0, **DECAY),
+        RowwiseAdagrad(0.1, weight_decay_mode="decoupled", **DECAY),
+        RowwiseAdagrad(0.1, weight_decay_mode="decoupled", max_norm=1.0, **DECAY),
+        NoOptimizer(),
+    ]
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +40,7 @@ class Variant:
     dims: tuple[int, ...]
     weights_dtype: torch.dtype = torch.float16
     output_dtype: torch.dtype = torch.float32
-    optimizer: str = "rowwise_adagrad"
+    optimizer: str = "rowwise_adagrad"  # a name in OPTIMIZERS
     pooling: str = "sum"
     weighted: bool = False
     index_dtype: torch.dtype = torch.int64
@@ -51,7 +65,7 @@ def compile_variant(variant, backend, arch):
     module = TableBatchedEmbeddingBags(
         [Table(1001, 1), *(Table(1001, dim) for dim in variant.dims)],
         feature_table_map=[*range(1, len(variant.dims) + 1), 0],
-        optimizer=SGD(0.1) if variant.optimizer == "sgd" else RowwiseAdagrad(0.1),
+        optimizer=OF_EVERY_VARIANT[variant.optimizer],
         pooling=variant.pooling,
         weights_dtype=variant.weights_dtype,
         output_dtype=variant.output_dtype,
@@ -164,7 +178,7 @@ def pairwise_cover():
         "dims": [(1,), (4,), (20,), (64,), (128,), (8, 256), (1024,)],
         "weights_dtype": FLOATS,
         "output_dtype": FLOATS,
-        "optimizer": ["sgd", "rowwise_adagrad"],
+        "optimizer": ["sgd", "rowwise_adagrad", "adam", "partial_rowwise_lamb"],  # the others: test_optimizers
         "pooling": ["sum", "mean"],
         "weighted": [False, True],
         "index_dtype": [torch.int32, torch.int64],
@@ -197,6 +211,48 @@ def test_cover_compiles(variant):
             used = resources(kernel)
             assert used.spills <= SPILLS_OUTSIDE_LOOPS * max(1, len(dims_of(kernel))), (kernel.name, arch, used)
             assert used.loop_spills == 0 or arch < 90, (kernel.name, arch, used)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
+def test_optimizers(optimizer):
+    """Rows and states with one element per weight are loaded 16 bytes a lane, and nothing spills."""
+    from fbtriton.compile_only import load_widths, resources
+
+    for arch, dtype in ((90, torch.float16), (100, torch.float32)):
+        kernels = compile_variant(Variant((128,), dtype, optimizer=optimizer), "cuda", arch)
+        for name in ("short_run_kernel", "apply_kernel"):
+            (kernel,) = of(kernels, name, 128)
+            widths = load_widths(kernel)
+            assert widths["LDG.E.128"] > 0 and not any("U16" in width for width in widths), (name, widths)
+            assert resources(kernel).spills == 0, (name, arch, dtype)
+
+
+def test_no_optimizer():
+    """Neither rows nor states are loaded: what is left are gradients, and the table of runs."""
+    from fbtriton.compile_only import compile_only, load_widths, resources
+
+    module = TableBatchedEmbeddingBags([Table(100, 128)], optimizer=NoOptimizer(), weights_dtype=torch.float16)
+    with compile_only("cuda", 90) as kernels:
+        indices, offsets = torch.zeros(4000, dtype=torch.int64), torch.arange(3) * 2000
+        module(indices, offsets, total_unique_indices=1).backward(torch.ones(2, 128, dtype=torch.float32))
+    (kernel,) = of(kernels, "apply_kernel", 128)
+    with_sgd = compile_variant(Variant((128,), optimizer="sgd"), "cuda", 90)
+    (other,) = of(with_sgd, "apply_kernel", 128)
+    assert sum(load_widths(kernel).values()) < sum(load_widths(other).values())
+    assert all(resources(kernel).spills == 0 for kernel in kernels)
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 1024)], ids=str)
+def test_bf16_states_compile(dtype, dim):
+    """Of Adam, whose two states are as large as the weights."""
+    from fbtriton.compile_only import compile_only, resources
+
+    adam = Adam(0.1, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    module = TableBatchedEmbeddingBags([Table(100, dim)], optimizer=adam, weights_dtype=dtype, device="cpu")
+    with compile_only("cuda", 90) as kernels:
+        module(torch.zeros(160, dtype=torch.int64), torch.arange(3) * 80).sum().backward()
+    for kernel in kernels:
+        assert resources(kernel).loop_spills == 0, kernel.name
 
 
 @pytest.mark.parametrize("backend, arch", AMD, ids=str)

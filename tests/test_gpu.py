@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import SGD, Adam, Lamb, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
 
 pytestmark = pytest.mark.gpu
@@ -61,13 +61,14 @@ def test_hundred_runs_are_bit_identical(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_graph_replay_equals_eager(dtype):
-    """New ids, learning rate and step reach a captured graph."""
-    eager, captured = make(weights_dtype=dtype), make(weights_dtype=dtype)
+@pytest.mark.parametrize("optimizer", [RowwiseAdagrad(0.05), Adam(0.05), Lamb(0.05)], ids=lambda o: o.name)
+def test_graph_replay_equals_eager(optimizer, dtype):
+    """New ids, learning rate, step and iteration reach a captured graph."""
+    eager, captured = (make(weights_dtype=dtype, optimizer=optimizer) for _ in range(2))
     lengths = torch.randint(0, 40, (3, 256), generator=torch.Generator().manual_seed(9))
     batches = [make_batch((20_000, 300, 5), lengths, seed=seed, hot=0.05, device="cuda") for seed in range(4)]
     indices, offsets, grad = batches[0].indices.clone(), batches[0].offsets, gradient(eager)
-    warm = make(weights_dtype=dtype)  # compiles
+    warm = make(weights_dtype=dtype, optimizer=optimizer)  # compiles
     run_step(warm, batches[0], grad)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -88,6 +89,8 @@ def test_graph_replay_equals_eager(dtype):
         assert torch.equal(output, expected.output)
         assert torch.equal(captured.weights, expected.weights)
         assert torch.equal(captured.seed_and_step, eager.seed_and_step)
+        if optimizer.counts_iterations:
+            assert captured.iter.tolist() == eager.iter.tolist() == [step + 1]
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fbtriton.functional
-from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import SGD, Adam, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 
 EAGER_AND_COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
@@ -144,7 +144,8 @@ def test_opcheck(any_device):
     torch.library.opcheck(torch.ops.fbtriton.check_bounds, (indices, offsets, [], [], report, text), test_utils=tests)
     weights = torch.rand(8, device=any_device, requires_grad=True)
     for sample_weights, fused_report in ((None, None), (weights, report)):
-        inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, indices, offsets)
+        inputs = (module.anchor, module.weights, [], module.hyperparameters, module.seed_and_step, None)
+        inputs = (*inputs, indices, offsets)
         torch.library.opcheck(
             torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], fused_report, text), test_utils=tests
         )
@@ -157,6 +158,15 @@ def test_opcheck(any_device):
             (torch.ones_like(output), module.weights, [], *saved, sample_weights, [], [], True, needed, text),
             test_utils=tests,
         )
+
+
+def test_opcheck_with_iterations(any_device):
+    """The forward writes the count, and says so."""
+    module, _ = make(any_device, optimizer=Adam(0.1))
+    inputs = (module.anchor, module.weights, [module.exp_avg, module.exp_avg_sq], module.hyperparameters)
+    inputs = (*inputs, module.seed_and_step, module.iter, *batch(any_device), None, [], [], None, module.spec.text)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.fbtriton.embedding_bags, inputs, test_utils=tests)
 
 
 @EAGER_AND_COMPILED

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import SGD, Adagrad, Adam, PartialRowwiseAdam, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
 from fbtriton.batch import Segments, place_bags, reference_placement, segments_of
 from fbtriton.config import (
     EntryConfig,
@@ -21,11 +21,21 @@ from fbtriton.config import (
 )
 from fbtriton.forward.routing import histogram_features, plan
 from fbtriton.layout import VbeLayout
+from fbtriton.optim import Optimizer
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
 
 pytestmark = pytest.mark.interpreter
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64]
+BY_NAME = {"sgd": SGD(0.5), "rowwise_adagrad": RowwiseAdagrad(0.5, initial_accumulator=0.125)}
+# Optimizers and numbers with which a small error of a gradient stays small, however small the gradient is; others
+# divide it by its own size. tests/test_optimizers.py has those too.
+SMOOTH = [
+    RowwiseAdagrad(0.5, initial_accumulator=0.125, weight_decay=0.25, weight_decay_mode="l2", max_norm=1.0),
+    Adagrad(0.5, initial_accumulator=0.125),
+    Adam(0.25, eps=0.125, weight_decay=0.25),
+    PartialRowwiseAdam(0.25, eps=0.125, weight_decay=0.25),
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Case:
     feature_tables: tuple[int, ...] = (0, 1)
     lengths: tuple[tuple[int, ...], ...] = ((3, 0, 2), (1, 4, 0))  # [F][samples]
     batch_sizes: tuple[int, ...] = ()  # [F * ranks], feature-major; empty = all features have one batch size
-    optimizer: str = "rowwise_adagrad"
+    optimizer: str | Optimizer = "rowwise_adagrad"
     pooling: str = "sum"
     weighted: bool = False
     sample_grad: bool = False
@@ -57,7 +67,7 @@ class Case:
         torch.manual_seed(seed)
         module = TableBatchedEmbeddingBags(
             [Table(rows, dim) for rows, dim in zip(self.rows, self.dims, strict=True)],
-            optimizer=SGD(0.5) if self.optimizer == "sgd" else RowwiseAdagrad(0.5, initial_accumulator=0.125),
+            optimizer=BY_NAME.get(self.optimizer, self.optimizer),
             feature_table_map=self.feature_tables,
             pooling=self.pooling,
             weights_dtype=self.weights_dtype,
@@ -103,7 +113,7 @@ def check(case, device, seed=0):
     module = case.build(device, seed)
     for step in range(case.steps):
         batch, grad = case.batch(device, seed + step), case.gradient(device, seed + step)
-        before = [view.clone() for view in module.split_embedding_weights()]
+        before = tables_of(module)
         expected = reference_step(module, batch, grad, case.sample_grad)
         actual = run_step(module, batch, grad, case.sample_grad)
         assert_same_step(actual, expected, terms=case.terms, module=module)
@@ -121,9 +131,16 @@ def check_untouched(case, module, batch, before):
         ids = batch.indices[offsets[first] : offsets[first + len(lengths)]]
         first += len(lengths)
         touched[table].update(ids.tolist())
-    for table, view in enumerate(module.split_embedding_weights()):
+    for table, views in enumerate(tables_of(module)):
         rest = [row for row in range(case.rows[table]) if row not in touched[table]]
-        assert torch.equal(view[rest].cpu(), before[table][rest].cpu()), f"untouched rows of table {table} changed"
+        for view, old in zip(views, before[table], strict=True):
+            assert torch.equal(view[rest], old[rest]), f"untouched rows of table {table} changed"
+
+
+def tables_of(module):
+    """For each table copies of its rows and of their states."""
+    views = zip(module.split_embedding_weights(), module.split_optimizer_states(), strict=True)
+    return [[view.cpu().clone() for view in (rows, *states)] for rows, states in views]
 
 
 ON_GPU = torch.cuda.is_available()
@@ -157,7 +174,7 @@ def cases(draw):
         feature_tables=feature_tables,
         lengths=lengths,
         batch_sizes=batch_sizes,
-        optimizer=draw(options("rowwise_adagrad", "sgd")),
+        optimizer=draw(options("rowwise_adagrad", "sgd", *SMOOTH)),
         pooling=draw(options("sum", "mean")),
         weighted=weighted,
         sample_grad=weighted and draw(st.booleans()),

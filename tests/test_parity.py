@@ -7,6 +7,7 @@ where the name says so: pytest tests/test_parity.py -o junit_family=xunit1 --jun
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,17 @@ from torch import Tensor, nn
 from fbtriton.config import INTERPRET
 from fbtriton.layout import Table
 from fbtriton.module import TableBatchedEmbeddingBags
-from fbtriton.optim import SGD, Optimizer, RowwiseAdagrad
+from fbtriton.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    LarsSGD,
+    Optimizer,
+    PartialRowwiseAdam,
+    PartialRowwiseLamb,
+    RowwiseAdagrad,
+)
 from fbtriton.testing import SPACING, Batch, assert_close, make_batch, run_step
 
 pytestmark = pytest.mark.parity
@@ -189,6 +200,34 @@ def fbgemm(shape):
     return pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
 
 
+FBGEMM_NAMES = {
+    SGD: "EXACT_SGD", LarsSGD: "LARS_SGD", Adagrad: "EXACT_ADAGRAD", RowwiseAdagrad: "EXACT_ROWWISE_ADAGRAD",
+    Adam: "ADAM", PartialRowwiseAdam: "PARTIAL_ROWWISE_ADAM",
+    Lamb: "LAMB", PartialRowwiseLamb: "PARTIAL_ROWWISE_LAMB",
+}  # fmt: skip
+ON_FBGEMMS_CPU = (SGD, Adagrad, RowwiseAdagrad)
+
+
+def fbgemm_arguments(fbgemm: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's numbers under FBGEMM's names, which are ours but for a few."""
+    fields = dataclasses.asdict(optimizer)
+    for name in ("lr", "initial_accumulator", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        fields.pop(name, None)
+    modes = {"none": "NONE", "l2": "L2", "decoupled": "DECOUPLE"}
+    fields["weight_decay_mode"] = fbgemm.WeightDecayMode[modes[fields.pop("weight_decay_mode", "none")]]
+    max_gradient = fields.pop("max_gradient")
+    return fields | {"gradient_clipping": max_gradient > 0, "max_gradient": max_gradient}
+
+
+def skip_what_fbgemm_lacks(optimizer: Optimizer, shape: Shape) -> None:
+    if shape.device != "cpu":
+        return
+    if type(optimizer) not in ON_FBGEMMS_CPU:
+        pytest.skip(f"fbgemm_gpu has no {optimizer.name} on the CPU")
+    if optimizer.variant not in ("sgd", "adagrad", "rowwise_adagrad"):
+        pytest.skip("fbgemm_gpu on the CPU ignores weight decay and max_norm")
+
+
 def make_twin(fbgemm: Any, module: TableBatchedEmbeddingBags, index_dtype: torch.dtype) -> Any:
     """FBGEMM's TBE for the spec of our module, with a copy of its weights."""
     spec = module.spec
@@ -199,10 +238,10 @@ def make_twin(fbgemm: Any, module: TableBatchedEmbeddingBags, index_dtype: torch
         feature_table_map=list(spec.feature_tables),
         weights_precision=fbgemm.SparseType.from_dtype(spec.torch_weights_dtype),
         output_dtype=fbgemm.SparseType.from_dtype(spec.torch_output_dtype),
-        optimizer=fbgemm.OptimType[f"EXACT_{spec.optimizer.upper()}"],
+        optimizer=fbgemm.OptimType[FBGEMM_NAMES[type(module.optimizer)]],
         stochastic_rounding=spec.stochastic_rounding,
         learning_rate=module.optimizer.lr,
-        eps=getattr(module.optimizer, "eps", 0.0),
+        **fbgemm_arguments(fbgemm, module.optimizer),
         pooling_mode=fbgemm.PoolingMode[spec.pooling.upper()],
         device=module.weights.device,
         embedding_table_index_type=index_dtype,
@@ -274,6 +313,36 @@ TEN_STEP_CASES = [
 
 @pytest.mark.parametrize("case", TEN_STEP_CASES, ids=str)
 def test_fbgemm_ten_steps(case, shape, fbgemm, record_property):
+    ours, theirs = train_both(case, shape, fbgemm, num_steps=10)
+    for name in Trained._fields:
+        check(record_property, name, ours, theirs)
+
+
+# Weights are in [-1, 1): rows of 4 elements are on both sides of max_norm.
+DECAY = {"eps": 0.5, "weight_decay": 0.25}
+MORE_OPTIMIZERS = [
+    SGD(LR, max_gradient=0.25),
+    Adagrad(LR),
+    Adagrad(LR, eps=0.5),
+    RowwiseAdagrad(LR, max_gradient=0.25),
+    RowwiseAdagrad(LR, max_norm=1.25),
+    RowwiseAdagrad(LR, weight_decay_mode="l2", **DECAY),
+    RowwiseAdagrad(LR, weight_decay_mode="decoupled", **DECAY),
+    RowwiseAdagrad(LR, weight_decay_mode="l2", max_norm=1.25, **DECAY),
+    RowwiseAdagrad(LR, weight_decay_mode="decoupled", max_norm=1.25, **DECAY),
+    Adam(LR, **DECAY),
+    PartialRowwiseAdam(LR, **DECAY),
+    Lamb(LR, **DECAY),
+    PartialRowwiseLamb(LR, **DECAY),
+    LarsSGD(LR, eta=0.5, weight_decay=0.25),
+]
+
+
+@pytest.mark.parametrize("pooling, weighted", [("mean", False), ("sum", True)])
+@pytest.mark.parametrize("optimizer", MORE_OPTIMIZERS, ids=str)
+def test_fbgemm_ten_steps_of_other_optimizers(optimizer, pooling, weighted, shape, fbgemm, record_property):
+    skip_what_fbgemm_lacks(optimizer, shape)
+    case = Case(optimizer, pooling, weighted, shared=True)
     ours, theirs = train_both(case, shape, fbgemm, num_steps=10)
     for name in Trained._fields:
         check(record_property, name, ours, theirs)

@@ -14,13 +14,13 @@ from fbtriton import reference
 from fbtriton.backward.linearise import entry_form, linearise
 from fbtriton.backward.long_run import add_groups, apply, grad_accum
 from fbtriton.backward.pieces import expand
-from fbtriton.backward.runs import find_runs
+from fbtriton.backward.runs import KINDS, RUNS, find_runs
 from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_long_run, uses_kernels
-from fbtriton.layout import Bags, OperatorSpec, TableLayout
+from fbtriton.layout import Bags, OperatorSpec, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
 
 
@@ -36,12 +36,22 @@ def gradient_alignments(grad_output: Tensor, bags: Bags, layout: TableLayout) ->
     return [math.gcd(bucket.column_alignment, grad_output.stride(0)) for bucket in layout.buckets]
 
 
+def with_slots(tables: RunTables, gradients: RowGradients) -> RunTables:
+    """The runs with the slots of their gradients in the place of rows of the weights; says which rows they are."""
+    num_slots, dim = gradients.values.shape
+    gradients.rows.copy_(tables.runs.state_rows[:num_slots])
+    gradients.filled.copy_(tables.ranges[-KINDS.value + RUNS.value])
+    offsets = torch.arange(0, tables.runs.weight_offsets.numel() * dim, dim, device=gradients.rows.device)
+    return tables._replace(runs=tables.runs._replace(weight_offsets=offsets))
+
+
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
     bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
+    gradients: RowGradients | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Update weights and states in place if they are trained; returns the gradient of the per-sample weights if it is
-    needed."""
+    needed. With gradients those are filled, and nothing is updated."""
     if not uses_kernels(weights.device):
         return reference.backward(
             grad_output=grad_output,
@@ -54,11 +64,12 @@ def backward(
             trains=trains,
             needs_sample_weights_grad=needs_sample_weights_grad,
             spec=spec,
+            gradients=gradients,
         )
     if shape.num_bags == 0 or bags.indices.numel() == 0:
         return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
 
-    grad_output = with_unit_columns(grad_output)
+    grad_output = with_unit_columns(reference.clip(grad_output, spec))
     buckets = spec.layout.buckets
     grad_alignments = gradient_alignments(grad_output, bags, spec.layout)
     sample_grad = None
@@ -83,6 +94,8 @@ def backward(
     entries = entries._replace(payload=payload)
     tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
     expand(tables=tables, long_run=long_runs[0])
+    if gradients is not None:
+        weights, tables = gradients.values, with_slots(tables, gradients)
 
     partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
     optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
-from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket
+from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket, OperatorSpec
+from fbtriton.optim import STATES
 from fbtriton.rows import load_tile, store_rows
 
 
@@ -35,13 +36,16 @@ def update_rows(
     UPDATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One optimizer step for a tile of rows. weight, grad [R, BLOCK_D] fp32; weight_offset, state_row, live [R]"""
-    updated = UPDATE(weight, grad, state, states, state_row, live, stamp_ptr, DIM)
+    updated = UPDATE(weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)
 
 
-def registers_for(configured: int | None, buckets: list[Bucket], itemsize: int) -> int | None:
-    """More than the configuration says where rows need several narrow loads: with fewer the loop would spill."""
+def registers_for(configured: int | None, buckets: list[Bucket], spec: OperatorSpec) -> int | None:
+    """More than the configuration says where rows need several narrow loads or come with state of their own size: with
+    fewer the loop would spill."""
     if configured is None:
         return None
+    itemsize = spec.torch_weights_dtype.itemsize
     narrow = min(bucket.row_alignment for bucket in buckets) * itemsize < ROW_ALIGNMENT_BYTES
-    return configured + 64 * narrow
+    elementwise = sum(not state.rowwise for state in STATES[spec.optimizer])
+    return configured + 64 * narrow + 32 * elementwise

@@ -113,7 +113,7 @@ def update_long_runs(
         weight_offset = tl.multiple_of(tl.load(runs.weight_offsets + run), [ROW_ALIGNMENT])
         state_row = tl.load(runs.state_rows + run)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
-        state = LOAD_STATE(states, state_row, live)
+        state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
         length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
         count = (length + PIECE - 1) // PIECE
         span = 1
@@ -156,7 +156,7 @@ def grad_accum(
     for group in launch_groups(configs):
         of_bucket = [configs[b] for b in group]
         chosen = [spec.layout.buckets[b] for b in group]
-        registers = registers_for(of_bucket[0].registers, chosen, spec.torch_weights_dtype.itemsize)
+        registers = registers_for(of_bucket[0].registers, chosen, spec)
         grad_accum_kernel[bucket_grid(target, of_bucket[0], partials.shape[0], len(group))](
             partials_ptr=partials,
             grad_ptr=grad_output,

@@ -39,7 +39,7 @@ def update_short_runs(
         weight_offset = tl.multiple_of(weight_offset, [ROW_ALIGNMENT])
         state_row = tl.load(runs.state_rows + run, mask=live, other=0)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)
-        state = LOAD_STATE(states, state_row, live)
+        state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
         length = tl.where(live, length, 0)
         grad = sum_gradients(
             grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
@@ -103,5 +103,5 @@ def short_run(
             SCALED=form.scaled,
             UNIT=form.unit,
             STOCHASTIC=spec.stochastic_rounding,
-            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, itemsize)),
+            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec)),
         )

@@ -14,7 +14,7 @@ from fbtriton.forward.gather import gather
 from fbtriton.forward.histogram import histogram
 from fbtriton.forward.routing import gathered_features, histogram_features
 from fbtriton.layout import Bags, OperatorSpec
-from fbtriton.optim import make_stamp
+from fbtriton.optim import make_stamp, stamp_size
 
 
 class Forward(NamedTuple):
@@ -30,25 +30,27 @@ def forward(
     weights: Tensor,
     hyperparameters: Tensor,
     seed_and_step: Tensor,
+    iteration: Tensor | None,
     bags: Bags,
     report: Tensor | None,
     shape: BatchShape,
     spec: OperatorSpec,
 ) -> Forward:
-    """With a report the bounds are checked here (fused); without one the bags have passed the check before."""
+    """With a report the bounds are checked here (fused); without one the bags have passed the check before.
+    An iteration is counted up."""
     if not uses_kernels(weights.device):
         repaired = bags.offsets.new_empty(0)
         if report is not None:
             repaired = reference.bounds_check(bags=bags, report=report, shape=shape, spec=spec)
             bags = bags._replace(offsets=repaired)
         output = reference.forward(weights=weights, bags=bags, shape=shape, spec=spec)
-        return Forward(output, make_stamp(hyperparameters, seed_and_step), repaired)
+        return Forward(output, make_stamp(hyperparameters, seed_and_step, iteration), repaired)
     check = check_offsets(bags=bags, report=report, spec=spec) if report is not None else None
     repaired = bags.offsets.new_empty(0) if check is None else check.repaired
     output = weights.new_empty(shape.output_shape, dtype=spec.torch_output_dtype)
     if shape.num_bags == 0:
-        return Forward(output, make_stamp(hyperparameters, seed_and_step), repaired)
-    stamp = seed_and_step.new_empty(2 + hyperparameters.numel())
+        return Forward(output, make_stamp(hyperparameters, seed_and_step, iteration), repaired)
+    stamp = seed_and_step.new_empty(stamp_size(hyperparameters, iteration))
     counted, histogram_config = histogram_features(
         spec,
         bags.indices.numel() / shape.num_bags,
@@ -62,6 +64,7 @@ def forward(
             weights=weights,
             hyperparameters=hyperparameters,
             seed_and_step=seed_and_step,
+            iteration=iteration,
             bags=bags,
             check=check,
             report=report,
@@ -76,6 +79,7 @@ def forward(
         weights=weights,
         hyperparameters=hyperparameters,
         seed_and_step=seed_and_step,
+        iteration=iteration,
         bags=bags,
         check=check,
         report=report,

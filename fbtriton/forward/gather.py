@@ -111,13 +111,13 @@ def store_bags(
 @triton.jit(do_not_specialize=["first_bag", "num_bags", "batch_size", "num_entries", "num_columns", "chunk"])
 def gather_kernel(
     out_ptr, stamp_ptr, report_ptr, check,
-    weights_ptr, hyperparameters_ptr, seed_and_step_ptr, bucket_features_ptr, features, bags,
+    weights_ptr, hyperparameters_ptr, seed_and_step_ptr, iteration_ptr, bucket_features_ptr, features, bags,
     first_bag, num_bags, batch_size, num_entries, num_columns, chunk,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     MEAN: tl.constexpr, TABLE_ALIGNMENT: tl.constexpr, OUTPUT_ALIGNMENT: tl.constexpr,
     NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
-    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
+    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, iteration_ptr, NUM_HYPERPARAMETERS)
     first_column = tl.program_id(1) * BLOCK_D
     offsets_ptr = bags.offsets
     if check is not None:
@@ -195,7 +195,7 @@ def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bag
 
 def gather(
     *, out: Tensor, stamp: Tensor | None, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, check: BoundsCheck | None, report: Tensor | None,
+    iteration: Tensor | None, bags: Bags, check: BoundsCheck | None, report: Tensor | None,
     parts: tuple[tuple[Bucket, tuple[int, ...]], ...], shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Fill the parts of some features in out, of `shape.output_shape`: one launch for each bucket in parts.
@@ -223,6 +223,7 @@ def gather(
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,
             seed_and_step_ptr=seed_and_step,
+            iteration_ptr=iteration,
             bucket_features_ptr=layout.numbers_on_device(chosen, device),
             features=on_device.features,
             bags=bags,

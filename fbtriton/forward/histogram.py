@@ -89,12 +89,12 @@ def count_bags(
 @triton.jit(do_not_specialize=["batch_size", "num_entries", "chunk"])
 def count_kernel(
     counts_ptr, stamp_ptr, report_ptr, check,
-    hyperparameters_ptr, seed_and_step_ptr, feature_list_ptr, features, bags,
+    hyperparameters_ptr, seed_and_step_ptr, iteration_ptr, feature_list_ptr, features, bags,
     batch_size, num_entries, chunk,
     IDS: tl.constexpr, BINS: tl.constexpr, BAGS: tl.constexpr, NUM_HYPERPARAMETERS: tl.constexpr, FATAL: tl.constexpr,
 ):  # fmt: skip
     """counts [features of the list, batch_size, BINS] uint8."""
-    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, NUM_HYPERPARAMETERS)
+    write_stamp(stamp_ptr, hyperparameters_ptr, seed_and_step_ptr, iteration_ptr, NUM_HYPERPARAMETERS)
     number, feature, sample = feature_and_samples(feature_list_ptr, batch_size, BAGS)
     offsets_ptr = bags.offsets
     if check is not None:
@@ -197,7 +197,7 @@ def pool_counts_kernel(
 
 def histogram(
     *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
-    bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
+    iteration: Tensor | None, bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
     config: HistogramConfig, shape: BatchShape, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Fill the columns of the given features in out [B, columns]; also writes the stamp, reports and repairs."""
@@ -214,6 +214,7 @@ def histogram(
         check=check,
         hyperparameters_ptr=hyperparameters,
         seed_and_step_ptr=seed_and_step,
+        iteration_ptr=iteration,
         feature_list_ptr=layout.numbers_on_device(features, device),
         features=on_device.features,
         bags=bags,
