@@ -231,7 +231,7 @@ def occupancy(
 @app.command()
 def tune(
     kernel: Annotated[
-        str, typer.Argument(help="gather, count, pool, linearise, runs, short-run or long-run.")
+        str, typer.Argument(help="gather, count, pool, product, linearise, runs, short-run or long-run.")
     ] = "gather",
     workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
     ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",

@@ -77,6 +77,13 @@ def pool_candidates(dim: int, itemsize: int) -> Iterator[Any]:
         yield HistogramConfig(pool_bags=bags, pool_warps=warps, pool_row_bytes=row_bytes, pool_registers=registers)
 
 
+def product_candidates(dim: int, itemsize: int) -> Iterator[Any]:
+    from fbtriton.config import HistogramConfig
+
+    for chunk, bags, columns, warps in itertools.product((256, 512, 1024, 2048), (32, 64), (64, 128), (4, 8)):
+        yield HistogramConfig(grad_chunk=chunk, grad_bags=bags, grad_columns=columns, grad_warps=warps)
+
+
 def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LineariseConfig
 
@@ -116,6 +123,9 @@ TUNABLES = {
     "gather": Tunable("gather", ("gather_kernel",), False, gather_candidates),
     "count": Tunable("histogram", ("count_kernel",), False, count_candidates, all_dims=True),
     "pool": Tunable("histogram", ("pool_counts_kernel",), False, pool_candidates, all_dims=True),
+    "product": Tunable(
+        "histogram", ("multiply_gradients_kernel", "apply_counted_kernel"), True, product_candidates, all_dims=True
+    ),
     "linearise": Tunable("linearise", ("linearise_kernel",), True, linearise_candidates, all_dims=True),
     "runs": Tunable("runs", ("count_runs_kernel", "write_runs_kernel"), True, runs_candidates, all_dims=True),
     "short-run": Tunable("short_run", ("short_run_kernel",), True, short_run_candidates),

@@ -22,6 +22,7 @@ from fbtriton.backward import backward
 from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
+from fbtriton.forward.routing import kept_counts
 from fbtriton.layout import Bags, OperatorSpec, VbeLayout
 from fbtriton.optim import stamp_size
 from fbtriton.row_gradients import EmbeddingBagsWithGradient
@@ -46,12 +47,14 @@ _library.define(
 _library.define(
     "embedding_bags(Tensor anchor, Tensor weights, Tensor[] states, Tensor hyperparameters, Tensor seed_and_step,"
     " Tensor(b!)? iteration, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe,"
-    " SymInt[] batch_sizes, Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets)",
+    " SymInt[] batch_sizes, Tensor(a!)? report, str spec) -> (Tensor output, Tensor stamp, Tensor repaired_offsets,"
+    " Tensor counts)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "embedding_bags_backward(Tensor grad_output, Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) seed_and_step,"
-    " Tensor stamp, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe, SymInt[] batch_sizes,"
+    " Tensor stamp, Tensor counts, Tensor indices, Tensor offsets, Tensor? sample_weights, Tensor[] vbe,"
+    " SymInt[] batch_sizes,"
     " bool trains, bool needs_sample_weights_grad, str spec) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -91,7 +94,7 @@ def _embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
     iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
     batch_sizes: list[int], report: Tensor | None, spec: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     with _device_of(weights):
         return forward(
@@ -108,8 +111,8 @@ def _embedding_bags(
 
 def _embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    trains: bool, needs_sample_weights_grad: bool, spec: str,
+    counts: Tensor, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], trains: bool, needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
     with _device_of(weights):
@@ -119,6 +122,7 @@ def _embedding_bags_backward(
             states=states,
             seed_and_step=seed_and_step,
             stamp=stamp,
+            counts=counts,
             bags=_bags(indices, offsets, sample_weights, vbe),
             shape=BatchShape.of(offsets, batch_sizes, parsed),
             trains=trains,
@@ -172,19 +176,24 @@ def _fake_embedding_bags(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
     iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
     batch_sizes: list[int], report: Tensor | None, spec: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parsed = OperatorSpec.from_json(spec)
-    shape = BatchShape.of(offsets, batch_sizes, parsed).output_shape
-    output = weights.new_empty(shape, dtype=parsed.torch_output_dtype)
+    shape = BatchShape.of(offsets, batch_sizes, parsed)
+    output = weights.new_empty(shape.output_shape, dtype=parsed.torch_output_dtype)
     repaired = offsets.new_empty(0) if report is None else torch.empty_like(offsets)
-    return output, seed_and_step.new_empty(stamp_size(hyperparameters, iteration)), repaired
+    stamp = seed_and_step.new_empty(stamp_size(hyperparameters, iteration))
+    size = [0]
+    if uses_kernels(weights.device):
+        weighted = sample_weights is not None
+        size = kept_counts(parsed, indices.numel(), shape, weighted=weighted, vbe=bool(vbe))
+    return output, stamp, repaired, weights.new_empty(size, dtype=torch.uint8)
 
 
 @torch.library.register_fake("fbtriton::embedding_bags_backward", lib=_library)
 def _fake_embedding_bags_backward(
     grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor], batch_sizes: list[int],
-    trains: bool, needs_sample_weights_grad: bool, spec: str,
+    counts: Tensor, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
+    batch_sizes: list[int], trains: bool, needs_sample_weights_grad: bool, spec: str,
 ) -> Tensor:  # fmt: skip
     size = indices.numel() if needs_sample_weights_grad else 0
     return stamp.new_empty(size, dtype=torch.float32)
@@ -198,28 +207,28 @@ class _EmbeddingBags(torch.autograd.Function):
         ctx: Any, anchor: Tensor, sample_weights: Tensor | None, weights: Tensor, states: list[Tensor],
         hyperparameters: Tensor, seed_and_step: Tensor, iteration: Tensor | None, indices: Tensor, offsets: Tensor,
         vbe: list[Tensor], batch_sizes: list[int], report: Tensor | None, spec: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
-            output, stamp, repaired = torch.ops.fbtriton.embedding_bags(
+            output, stamp, repaired, counts = torch.ops.fbtriton.embedding_bags(
                 anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, sample_weights,
                 vbe, batch_sizes, report, spec,
             )  # fmt: skip
-        ctx.mark_non_differentiable(stamp, repaired)
+        ctx.mark_non_differentiable(stamp, repaired, counts)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.batch_sizes, ctx.num_states = spec, batch_sizes, len(states)
         offsets = offsets if report is None else repaired
-        ctx.save_for_backward(weights, seed_and_step, stamp, indices, offsets, sample_weights, *states, *vbe)
-        return output, stamp, repaired
+        ctx.save_for_backward(weights, seed_and_step, stamp, counts, indices, offsets, sample_weights, *states, *vbe)
+        return output, stamp, repaired, counts
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
-        weights, seed_and_step, stamp, indices, offsets, sample_weights, *others = ctx.saved_tensors
+        weights, seed_and_step, stamp, counts, indices, offsets, sample_weights, *others = ctx.saved_tensors
         states, vbe = others[: ctx.num_states], others[ctx.num_states :]
         sample_grad = None
         if grad_output is not None:
             trains, needed = ctx.needs_input_grad[:2]
             result = torch.ops.fbtriton.embedding_bags_backward(
-                grad_output, weights, states, seed_and_step, stamp, indices, offsets, sample_weights, vbe,
+                grad_output, weights, states, seed_and_step, stamp, counts, indices, offsets, sample_weights, vbe,
                 ctx.batch_sizes, trains, needed, ctx.spec,
             )  # fmt: skip
             sample_grad = result if needed else None
@@ -230,7 +239,7 @@ def _embedding_bags_autograd(
     anchor: Tensor, weights: Tensor, states: list[Tensor], hyperparameters: Tensor, seed_and_step: Tensor,
     iteration: Tensor | None, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, vbe: list[Tensor],
     batch_sizes: list[int], report: Tensor | None, spec: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _EmbeddingBags.apply(  # type: ignore[no-any-return, no-untyped-call]
         anchor, sample_weights, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, vbe,
         batch_sizes, report, spec,
@@ -386,7 +395,7 @@ def table_batched_embedding_bags(
         return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])
     if iteration is not None and not (torch.is_grad_enabled() and anchor.requires_grad):
         iteration = None
-    output, _, _ = torch.ops.fbtriton.embedding_bags(
+    output, *_ = torch.ops.fbtriton.embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, per_sample_weights,
         vbe, flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip

@@ -289,6 +289,16 @@ class TableLayout:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
+    def sorted_features(self, left_out: tuple[int, ...], device: torch.device) -> FeatureTables:
+        """All features, those in left_out as if their tables were frozen. Copies on the first call."""
+        features = self.on_device(device).features
+        if not left_out:
+            return features
+        key_base = features.key_base.clone()
+        key_base[self.numbers_on_device(left_out, device)] = -1
+        return features._replace(key_base=key_base)
+
+    @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
     def on_device(self, device: torch.device) -> DeviceLayout:
         """The layout as device tensors. Copies on the first call for a device, so call it before a capture."""
 
@@ -397,6 +407,11 @@ class OperatorSpec:
     @property
     def torch_output_dtype(self) -> torch.dtype:
         return getattr(torch, self.output_dtype)
+
+    @functools.cached_property
+    def trained_features(self) -> frozenset[int]:
+        """The features whose tables are not frozen."""
+        return frozenset(f for f, table in enumerate(self.feature_tables) if table not in self.frozen_tables)
 
     @property
     def mean(self) -> bool:

@@ -57,7 +57,7 @@ class EmbeddingBagsWithGradient(torch.autograd.Function):
         total_unique_indices: int | None, spec: str,
     ) -> Tensor:  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
-            output, stamp, repaired = torch.ops.fbtriton.embedding_bags(
+            output, stamp, repaired, _ = torch.ops.fbtriton.embedding_bags(
                 weights, weights.detach().view(-1), [], hyperparameters, seed_and_step, None, indices, offsets,
                 sample_weights, vbe, batch_sizes, report, spec,
             )  # fmt: skip
@@ -86,6 +86,7 @@ class EmbeddingBagsWithGradient(torch.autograd.Function):
                     states=[],
                     seed_and_step=seed_and_step,
                     stamp=stamp,
+                    counts=None,
                     bags=Bags(indices, offsets, sample_weights, VbeLayout(*vbe) if vbe else None),
                     shape=BatchShape.of(offsets, ctx.batch_sizes, spec),
                     trains=trains,

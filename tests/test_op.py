@@ -150,8 +150,8 @@ def test_opcheck(any_device):
             torch.ops.fbtriton.embedding_bags, (*inputs, sample_weights, [], [], fused_report, text), test_utils=tests
         )
     with torch.no_grad():
-        output, stamp, _ = torch.ops.fbtriton.embedding_bags(*inputs, None, [], [], None, text)
-    saved = (module.seed_and_step, stamp, indices, offsets)
+        output, stamp, _, counts = torch.ops.fbtriton.embedding_bags(*inputs, None, [], [], None, text)
+    saved = (module.seed_and_step, stamp, counts, indices, offsets)
     for sample_weights, needed in ((None, False), (weights.detach(), True)):
         torch.library.opcheck(
             torch.ops.fbtriton.embedding_bags_backward,

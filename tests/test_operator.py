@@ -278,7 +278,9 @@ def test_forced_gather_of_dims(dim, columns, device):
         check(Case(rows=(3, 7), dims=(1, dim), weights_dtype=torch.float16, lengths=((3, 0, 2), (9, 1, 0))), device)
 
 
-HISTOGRAM = HistogramConfig(min_length=0, ids=16, count_bags=2, pool_bags=16)
+HISTOGRAM = HistogramConfig(
+    min_length=0, ids=16, count_bags=2, pool_bags=16, grad_chunk=16, grad_bags=16, grad_columns=16
+)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

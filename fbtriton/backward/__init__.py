@@ -1,4 +1,7 @@
-"""linearise -> sort -> runs -> pieces -> short_run | grad_accum, add_groups, apply -> weights and optimizer state.
+"""From the gradient of the output to new weights and optimizer state.
+
+    tables counted by the forward    histogram
+    all others                       linearise -> sort -> runs -> pieces -> short_run | grad_accum, add_groups, apply
 
 The sort is stable, so the entries of a run stay in the order of the batch and every sum has one fixed order.
 """
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fbtriton import reference
+from fbtriton.backward.histogram import histogram
 from fbtriton.backward.linearise import entry_form, linearise
 from fbtriton.backward.long_run import add_groups, apply, grad_accum
 from fbtriton.backward.pieces import expand
@@ -19,7 +23,8 @@ from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_long_run, uses_kernels
+from fbtriton.config import HistogramConfig, select_long_run, uses_kernels
+from fbtriton.forward.routing import CountedTables, counted_tables, histogram_features
 from fbtriton.layout import Bags, OperatorSpec, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
 
@@ -47,8 +52,8 @@ def with_slots(tables: RunTables, gradients: RowGradients) -> RunTables:
 
 def backward(
     *, grad_output: Tensor, weights: Tensor, states: list[Tensor], seed_and_step: Tensor, stamp: Tensor,
-    bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool, spec: OperatorSpec,
-    gradients: RowGradients | None = None,
+    counts: Tensor | None, bags: Bags, shape: BatchShape, trains: bool, needs_sample_weights_grad: bool,
+    spec: OperatorSpec, gradients: RowGradients | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Update weights and states in place if they are trained; returns the gradient of the per-sample weights if it is
     needed. With gradients those are filled, and nothing is updated."""
@@ -70,7 +75,6 @@ def backward(
         return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
 
     grad_output = with_unit_columns(reference.clip(grad_output, spec))
-    buckets = spec.layout.buckets
     grad_alignments = gradient_alignments(grad_output, bags, spec.layout)
     sample_grad = None
     if needs_sample_weights_grad:
@@ -85,11 +89,69 @@ def backward(
 
     if not trains:
         return sample_grad
+    optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
+    counted, config, left_out = _counted(counts, bags, shape, spec)
+    sorts = not left_out or spec.trained_features - set(left_out)
+    if counts is not None and counted:
+        histogram(
+            weights=weights,
+            states=optimizer_states,
+            stamp=stamp,
+            step=None if sorts else seed_and_step[1:],
+            grad_output=grad_output,
+            grad_alignments=grad_alignments,
+            counts=counts,
+            bags=bags,
+            tables=counted,
+            config=config,
+            spec=spec,
+        )
+    if sorts:
+        _update_by_runs(
+            grad_output=grad_output,
+            grad_alignments=grad_alignments,
+            weights=weights,
+            states=optimizer_states,
+            seed_and_step=seed_and_step,
+            stamp=stamp,
+            bags=bags,
+            shape=shape,
+            left_out=left_out,
+            gradients=gradients,
+            spec=spec,
+        )
+    return sample_grad
+
+
+def _counted(
+    counts: Tensor | None, bags: Bags, shape: BatchShape, spec: OperatorSpec
+) -> tuple[tuple[CountedTables, ...], HistogramConfig, tuple[int, ...]]:
+    """The tables for which the forward has left counts, how they are updated, and their features."""
+    features, config = histogram_features(
+        spec,
+        bags.indices.numel() / shape.num_bags,
+        weighted=bags.sample_weights is not None,
+        vbe=bags.vbe is not None,
+    )
+    if counts is None or counts.numel() == 0:
+        return (), config, ()
+    assert counts.shape[0] == len(features), "forward and backward take the same route"
+    tables = counted_tables(spec, features)
+    return tables, config, tuple(f for part in tables for f in part.features)
+
+
+def _update_by_runs(
+    *, grad_output: Tensor, grad_alignments: list[int], weights: Tensor, states: OptimizerStates,
+    seed_and_step: Tensor, stamp: Tensor, bags: Bags, shape: BatchShape, left_out: tuple[int, ...],
+    gradients: RowGradients | None, spec: OperatorSpec,
+) -> None:  # fmt: skip
+    """Sort the entries, but for those of the features in left_out, and update each row once."""
+    buckets = spec.layout.buckets
     long_runs = [select_long_run(bucket.dim) for bucket in buckets]
     trees = {(config.threshold, config.piece_length, config.fan_in) for config in long_runs}
     assert len(trees) == 1, "runs are cut into pieces alike in all buckets"
     form = entry_form(bags, grad_alignments, spec)
-    keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, spec=spec)
+    keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, left_out=left_out, spec=spec)
     keys, payload = sort_pairs(keys, entries.payload, max(1, spec.layout.no_key.bit_length()))
     entries = entries._replace(payload=payload)
     tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
@@ -98,10 +160,9 @@ def backward(
         weights, tables = gradients.values, with_slots(tables, gradients)
 
     partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
-    optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
     short_run(
         weights=weights,
-        states=optimizer_states,
+        states=states,
         stamp=stamp,
         grad_output=grad_output,
         grad_alignments=grad_alignments,
@@ -125,11 +186,10 @@ def backward(
     add_groups(partials=partials, tables=tables, block_dim=buckets[-1].block_dim, config=long_runs[-1])
     apply(
         weights=weights,
-        states=optimizer_states,
+        states=states,
         stamp=stamp,
         partials=partials,
         tables=tables,
         configs=long_runs,
         spec=spec,
     )
-    return sample_grad

@@ -80,9 +80,11 @@ def entry_form(bags: Bags, grad_alignments: list[int], spec: OperatorSpec) -> En
 
 
 def linearise(
-    *, bags: Bags, shape: BatchShape, grad_output: Tensor, form: EntryForm, spec: OperatorSpec
-) -> tuple[Tensor, Entries]:
-    """Keys and what goes with them, in the order of the batch, in whole blocks that end with padding."""
+    *, bags: Bags, shape: BatchShape, grad_output: Tensor, form: EntryForm, spec: OperatorSpec,
+    left_out: tuple[int, ...] = (),
+) -> tuple[Tensor, Entries]:  # fmt: skip
+    """Keys and what goes with them, in the order of the batch, in whole blocks that end with padding. The entries of
+    the features in left_out train nothing here."""
     layout = spec.layout
     config = select_linearise()
     num_entries, num_bags = bags.indices.numel(), bags.offsets.numel() - 1
@@ -93,7 +95,7 @@ def linearise(
     linearise_kernel[(blocks,)](
         keys_ptr=keys,
         entries=entries,
-        features=layout.on_device(keys.device).features,
+        features=layout.sorted_features(left_out, keys.device),
         bags=bags,
         batch_size=shape.batch_size,
         num_bags=num_bags,

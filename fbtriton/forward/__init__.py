@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fbtriton import reference
@@ -12,7 +13,7 @@ from fbtriton.bounds_check import check_offsets
 from fbtriton.config import uses_kernels
 from fbtriton.forward.gather import gather
 from fbtriton.forward.histogram import histogram
-from fbtriton.forward.routing import gathered_features, histogram_features
+from fbtriton.forward.routing import counted_tables, gathered_features, histogram_features
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import make_stamp, stamp_size
 
@@ -23,6 +24,7 @@ class Forward(NamedTuple):
     output: Tensor  # pooled rows, of `BatchShape.output_shape`
     stamp: Tensor  # see `fbtriton.rows`
     offsets: Tensor  # the repaired offsets; empty if they were checked before
+    counts: Tensor  # see `forward.histogram`; empty if the backward makes no use of them
 
 
 def forward(
@@ -44,12 +46,14 @@ def forward(
             repaired = reference.bounds_check(bags=bags, report=report, shape=shape, spec=spec)
             bags = bags._replace(offsets=repaired)
         output = reference.forward(weights=weights, bags=bags, shape=shape, spec=spec)
-        return Forward(output, make_stamp(hyperparameters, seed_and_step, iteration), repaired)
+        stamp = make_stamp(hyperparameters, seed_and_step, iteration)
+        return Forward(output, stamp, repaired, weights.new_empty(0, dtype=torch.uint8))
     check = check_offsets(bags=bags, report=report, spec=spec) if report is not None else None
     repaired = bags.offsets.new_empty(0) if check is None else check.repaired
     output = weights.new_empty(shape.output_shape, dtype=spec.torch_output_dtype)
+    counts = weights.new_empty(0, dtype=torch.uint8)
     if shape.num_bags == 0:
-        return Forward(output, make_stamp(hyperparameters, seed_and_step, iteration), repaired)
+        return Forward(output, make_stamp(hyperparameters, seed_and_step, iteration), repaired, counts)
     stamp = seed_and_step.new_empty(stamp_size(hyperparameters, iteration))
     counted, histogram_config = histogram_features(
         spec,
@@ -58,7 +62,7 @@ def forward(
         vbe=bags.vbe is not None,
     )
     if counted:
-        histogram(
+        all_counts = histogram(
             out=output,
             stamp=stamp,
             weights=weights,
@@ -73,6 +77,7 @@ def forward(
             shape=shape,
             spec=spec,
         )
+        counts = all_counts if counted_tables(spec, counted) else counts
     gather(
         out=output,
         stamp=None if counted else stamp,
@@ -87,4 +92,4 @@ def forward(
         shape=shape,
         spec=spec,
     )
-    return Forward(output, stamp, repaired)
+    return Forward(output, stamp, repaired, counts)

@@ -4,13 +4,14 @@
     output[bag, :]   = sum over rows of counts[bag, row] * table[row, :]       one launch for each dim, tensor cores
 
 A bag of L ids costs L counts in registers instead of L rows of D elements through the caches. Counts are one byte. A
-count of 255 or more does not fit; the second kernel counts such a bag again and multiplies it in fp32.
+count of 255 or more does not fit; the second kernel counts such a bag again and multiplies it in fp32. So it does with
+a bag whose sum is NaN, as every row takes part in every product and 0 times infinity is NaN: what is not finite
+reaches only the bags that hold its row. The counts are kept for `fbtriton.backward.histogram`.
 
 Error: counts up to 254 are exact in fp16 and tf32. fp16 weights are multiplied as they are, bf16 weights as tf32,
 which holds them exactly; the products are exact in the fp32 accumulator. fp32 weights are split into two tf32 parts,
 which leaves 2^-22 of a weight. So a sum differs from the gather's by its order of additions and, for fp32 weights, by
-at most 2^-22 of the sum of magnitudes. Every row of the table takes part in every product, with a count of 0 if need
-be: an infinity or NaN in a row reaches all bags of the feature, not only those that hold it.
+at most 2^-22 of the sum of magnitudes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
 from fbtriton.config import HistogramConfig, launch_options
-from fbtriton.forward.routing import counted_features
+from fbtriton.forward.routing import count_bins, counted_features
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
@@ -175,18 +176,20 @@ def pool_counts_kernel(
         overflows = tl.maximum(overflows, tl.max(counts.to(tl.int32), axis=1))
         table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
         total = multiply_counts(counts, table, total)
-    if tl.max(overflows) == COUNT_OVERFLOW:
+    mark = tl.sum(total, axis=1)
+    inexact = (overflows == COUNT_OVERFLOW) | (mark != mark)  # [BAGS]
+    if tl.max(inexact.to(tl.int32)) > 0:
         for lane in range(BAGS):
             chosen = tl.arange(0, BAGS) == lane
-            if tl.max(tl.where(chosen, overflows, 0)) == COUNT_OVERFLOW:
+            if tl.max((chosen & inexact).to(tl.int32)) > 0:
                 bag = tl.sum(tl.where(chosen, feature * batch_size + sample, 0))
                 begin, length = bag_bounds(bags.offsets, bag, num_entries)
                 exact = tl.zeros([BLOCK_D], tl.float32)
                 for first in range(0, BINS, BLOCK_BINS):
                     row = first + tl.arange(0, BLOCK_BINS)
-                    counts = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS, True)
+                    counts = count_bag(bags.indices, begin, length, table_rows, first, IDS, BLOCK_BINS, True)[:, None]
                     table = load_rows_of_table(weights_ptr, table_offset, table_rows, row, first_column, DIM, BLOCK_D)
-                    exact += tl.sum(counts.to(tl.float32)[:, None] * table.to(tl.float32), axis=0)
+                    exact += tl.sum(tl.where(counts > 0, counts.to(tl.float32) * table.to(tl.float32), 0.0), axis=0)
                 total = tl.where(chosen[:, None], exact[None, :], total)
     if MEAN:
         _, length = bag_bounds(bags.offsets, feature * batch_size + tl.where(inside, sample, 0), num_entries)
@@ -199,12 +202,16 @@ def histogram(
     *, out: Tensor, stamp: Tensor, weights: Tensor, hyperparameters: Tensor, seed_and_step: Tensor,
     iteration: Tensor | None, bags: Bags, check: BoundsCheck | None, report: Tensor | None, features: tuple[int, ...],
     config: HistogramConfig, shape: BatchShape, spec: OperatorSpec,
-) -> None:  # fmt: skip
-    """Fill the columns of the given features in out [B, columns]; also writes the stamp, reports and repairs."""
+) -> Tensor:  # fmt: skip
+    """Fill the columns of the given features in out [B, columns]; also writes the stamp, reports and repairs.
+
+    Returns:
+        [features, B, bins] uint8, the counts.
+    """
     layout, device = spec.layout, weights.device
     on_device = layout.on_device(device)
     batch_size, num_entries = shape.batch_size, bags.indices.numel()
-    bins = max(16, triton.next_power_of_2(max(layout.rows[spec.feature_tables[f]] for f in features)))
+    bins = count_bins(spec, features)
     counts = torch.empty(len(features), batch_size, bins, dtype=torch.uint8, device=device)
     fatal = spec.bounds_check == "fatal" and check is not None
     count_kernel[(len(features) * triton.cdiv(batch_size, config.count_bags),)](
@@ -256,3 +263,4 @@ def histogram(
             OUTPUT_ALIGNMENT=bucket.column_alignment,
             **launch_options(config.pool_warps, config.pool_registers if bins <= BLOCK_BINS else None),
         )
+    return counts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fbtriton.batch import BatchShape
 from fbtriton.config import (
     HistogramConfig,
     select_gather,
@@ -43,16 +44,56 @@ def counted_features(
     return tuple((bucket, features, tuple(number[f] for f in features)) for bucket, features in parts if features)
 
 
+@dataclass(frozen=True)
+class CountedTables:
+    """Tables of one dim that the backward updates by counts."""
+
+    bucket: Bucket
+    features: tuple[int, ...]  # those of one table side by side
+    numbers: tuple[int, ...]  # where each feature stands among the counted ones
+    first_numbers: tuple[int, ...]  # table t has the features first_numbers[t] to first_numbers[t + 1] - 1
+    state_bases: tuple[int, ...]  # of each table
+    max_rows: int
+
+
+@functools.lru_cache(maxsize=256)
+def counted_tables(spec: OperatorSpec, counted: tuple[int, ...]) -> tuple[CountedTables, ...]:
+    """Those that are trained, and whose features are all counted."""
+    layout, found = spec.layout, []
+    left_out = {table for f, table in enumerate(spec.feature_tables) if f not in counted} | set(spec.frozen_tables)
+    if spec.optimizer == "none":
+        return ()
+    for bucket, features, numbers in counted_features(spec, counted):
+        kept = [(spec.feature_tables[f], f, n) for f, n in zip(features, numbers, strict=True)]
+        kept = sorted(entry for entry in kept if entry[0] not in left_out)
+        if kept:
+            of_feature = [table for table, _, _ in kept]
+            tables = sorted(set(of_feature))
+            found.append(
+                CountedTables(
+                    bucket=bucket,
+                    features=tuple(f for _, f, _ in kept),
+                    numbers=tuple(n for _, _, n in kept),
+                    first_numbers=(*map(of_feature.index, tables), len(kept)),
+                    state_bases=tuple(layout.state_bases[table] for table in tables),
+                    max_rows=max(layout.rows[table] for table in tables),
+                )
+            )
+    return tuple(found)
+
+
 def upload_routes(spec: OperatorSpec, device: torch.device) -> None:
     """Copy to the device what any route of later batches needs, so that no copy falls into a capture."""
-    for long_bags in (False, True):
-        counted = _histogram_features(spec, long_bags, False, select_histogram())
-        for _, features in gathered_features(spec, counted):
-            spec.layout.numbers_on_device(features, device)
-        for _, features, numbers in counted_features(spec, counted):
-            spec.layout.numbers_on_device(features, device)
-            spec.layout.numbers_on_device(numbers, device)
-        spec.layout.numbers_on_device(counted, device)
+    layout = spec.layout
+    for least_rows in (None, *(1 << n for n in range(MAX_ROWS_BITS))):
+        counted = _histogram_features(spec, least_rows, False, select_histogram())
+        lists = [features for _, features in gathered_features(spec, counted)]
+        lists += [numbers for _, *both in counted_features(spec, counted) for numbers in both]
+        tables = counted_tables(spec, counted)
+        lists += [numbers for t in tables for numbers in (t.features, t.numbers, t.first_numbers, t.state_bases)]
+        for numbers in (counted, *lists):
+            layout.numbers_on_device(numbers, device)
+        layout.sorted_features(tuple(f for t in tables for f in t.features), device)
 
 
 def bag_length(spec: OperatorSpec, features: tuple[int, ...], mean_length: float) -> float:
@@ -89,20 +130,48 @@ def histogram_features(
 ) -> tuple[tuple[int, ...], HistogramConfig]:
     """The features that are counted and multiplied, and how; the others are gathered."""
     config = select_histogram()
-    return _histogram_features(spec, mean_length >= config.min_length, weighted or vbe, config), config
+    return _histogram_features(spec, _least_rows(mean_length, config), weighted or vbe, config), config
+
+
+MAX_ROWS_BITS = 16  # so many numbers of rows, each a power of two, are told apart
+
+
+def _least_rows(mean_length: float, config: HistogramConfig) -> int | None:
+    """Rows from which a table is large enough to be counted, a power of two; None = the bags are too short."""
+    if mean_length < config.min_length:
+        return None
+    for bits in range(MAX_ROWS_BITS - 1):  # comparisons alone, because the length may be symbolic
+        if mean_length <= config.max_repeats * (1 << bits):
+            return 1 << bits
+    return 1 << (MAX_ROWS_BITS - 1)
+
+
+def count_bins(spec: OperatorSpec, counted: tuple[int, ...]) -> int:
+    """Counts of each bag: as many as the largest table has rows, rounded up to a power of two, at least 16."""
+    return max(16, 1 << (max(spec.tables[spec.feature_tables[f]][0] for f in counted) - 1).bit_length())
+
+
+def kept_counts(spec: OperatorSpec, num_entries: int, shape: BatchShape, *, weighted: bool, vbe: bool) -> list[int]:
+    """The shape of the counts that the forward keeps for the backward; [0] if it keeps none."""
+    if shape.num_bags == 0:
+        return [0]
+    counted, _ = histogram_features(spec, num_entries / shape.num_bags, weighted=weighted, vbe=vbe)
+    if not counted_tables(spec, counted):
+        return [0]
+    return [len(counted), shape.batch_size, count_bins(spec, counted)]
 
 
 @functools.lru_cache(maxsize=256)
 def _histogram_features(
-    spec: OperatorSpec, long_bags: bool, excluded: bool, config: HistogramConfig
+    spec: OperatorSpec, least_rows: int | None, excluded: bool, config: HistogramConfig
 ) -> tuple[int, ...]:
     if excluded or not spec.pooled:
         return ()
     chosen = []
     for feature, table in enumerate(spec.feature_tables):
         rows, dim = spec.tables[table]
-        is_long = spec.bag_size_hints[feature] >= config.min_length if spec.bag_size_hints else long_bags
-        if is_long and 1 <= rows <= config.max_rows and dim in HISTOGRAM_DIMS:
+        least = _least_rows(spec.bag_size_hints[feature], config) if spec.bag_size_hints else least_rows
+        if least is not None and least <= rows <= config.max_rows and dim in HISTOGRAM_DIMS:
             chosen.append(feature)
     return tuple(chosen)
 
@@ -138,11 +207,17 @@ def plan_for_gpu(
             f" by side, {gather.num_warps} warps; {source}"
         )
         routes.append(Route("forward gather", gathered, reason))
+    by_counts = tuple(f for part in counted_tables(spec, counted) for f in part.features)
+    if by_counts:
+        routes.append(Route("backward histogram", tuple(sorted(by_counts)), "counted by the forward; no sort"))
     for bucket in spec.layout.buckets:
+        if set(bucket.features) <= set(by_counts):
+            continue
+        by_runs = tuple(f for f in bucket.features if f not in by_counts)
         short = select_short_run(gpu, bucket.dim, itemsize, weighted or spec.mean, 0.0)
         long = select_long_run(bucket.dim)
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
-        routes.append(Route("backward short_run", bucket.features, reason))
+        routes.append(Route("backward short_run", by_runs, reason))
         reason = f"runs from {long.threshold} entries on, in pieces of {long.piece_length}"
-        routes.append(Route("backward grad_accum + apply", bucket.features, reason))
+        routes.append(Route("backward grad_accum + apply", by_runs, reason))
     return Plan(tuple(routes))
