@@ -10,6 +10,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
 except ImportError:
@@ -25,5 +26,6 @@ except ImportError:
             return function if function is not None else (lambda decorated: decorated)
 
     triton = tl = _NoTriton()  # type: ignore[assignment]
+    JITFunction = _NoTriton  # type: ignore[misc]
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+__all__ = ["HAS_TRITON", "JITFunction", "tl", "triton"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.config import select_entry, uses_kernels
+from fbtriton.launch import launch
 from fbtriton.layout import OperatorSpec, VbeLayout
 from fbtriton.rows import upper_bound
 
@@ -141,7 +142,9 @@ def place_bags(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) 
     )
     if num_bags:
         block = select_entry().block
-        place_bags_kernel[(triton.cdiv(num_bags, block),)](
+        launch(
+            place_bags_kernel,
+            (triton.cdiv(num_bags, block),),
             vbe=vbe,
             segments=segments,
             num_segments=len(host.first_bag),

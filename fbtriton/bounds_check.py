@@ -28,6 +28,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import INTERPRET, EntryConfig, fixed_grid, select_entry, target_of
+from fbtriton.launch import launch
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
 
@@ -268,7 +269,9 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
         sealed=scratch[CHUNKS + CHUNK_WORDS :],
     )
     fatal = spec.bounds_check == "fatal"
-    check_offsets_kernel[(CHUNKS,)](
+    launch(
+        check_offsets_kernel,
+        (CHUNKS,),
         check=check,
         report_ptr=counting_report(report, spec),
         offsets_ptr=offsets,
@@ -288,7 +291,9 @@ def bounds_check(*, bags: Bags, report: Tensor, shape: BatchShape, spec: Operato
     check = check_offsets(bags=bags, report=report, spec=spec)
     num_entries = bags.indices.numel()
     counting = counting_report(report, spec)
-    repair_offsets_kernel[(1,)](
+    launch(
+        repair_offsets_kernel,
+        (1,),
         check=check,
         report_ptr=counting,
         offsets_ptr=bags.offsets,
@@ -309,7 +314,9 @@ def _check_ids(
     fatal = spec.bounds_check == "fatal"
     blocks = triton.cdiv(bags.indices.numel(), config.block)
     (programs,) = fixed_grid(target_of(device), config.programs_per_multiprocessor, blocks)
-    check_ids_kernel[(max(1, programs // num_features), num_features)](
+    launch(
+        check_ids_kernel,
+        (max(1, programs // num_features), num_features),
         check=check,
         report_ptr=report,
         bags=bags,

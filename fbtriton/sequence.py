@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.config import select_entry, uses_kernels
+from fbtriton.launch import launch
 from fbtriton.layout import OperatorSpec, VbeLayout
 from fbtriton.rows import upper_bound
 
@@ -70,7 +71,9 @@ def place_entries(indices: Tensor, offsets: Tensor, spec: OperatorSpec) -> Entry
         ),
     )
     block = select_entry().block
-    place_entries_kernel[(triton.cdiv(num_entries + 1, block),)](
+    launch(
+        place_entries_kernel,
+        (triton.cdiv(num_entries + 1, block),),
         offsets_ptr=places.offsets,
         vbe=places.vbe,
         num_features=len(spec.feature_tables),

@@ -23,6 +23,7 @@ from fbtriton.backward.long_run import add_slots
 from fbtriton.config import HistogramConfig
 from fbtriton.forward.histogram import BLOCK_BINS, COUNT_OVERFLOW, count_bag, multiply_counts
 from fbtriton.forward.routing import CountedTables
+from fbtriton.launch import launch
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import bag_bounds, load_tile, mean_factor, store_tile, tile_mask, tile_pointer
@@ -163,7 +164,9 @@ def histogram(
         feature_list = layout.numbers_on_device(part.features, device)
         columns = min(bucket.block_dim, config.grad_columns)
         grid = (len(part.features) * num_chunks, triton.cdiv(bucket.dim, columns), bins // block_bins)
-        multiply_gradients_kernel[grid](
+        launch(
+            multiply_gradients_kernel,
+            grid,
             partials_ptr=partials,
             seen_ptr=seen,
             grad_ptr=grad_output,
@@ -187,7 +190,9 @@ def histogram(
             GRAD_ALIGNMENT=grad_alignments[layout.buckets.index(bucket)],
             num_warps=config.grad_warps,
         )
-        apply_counted_kernel[(part.max_rows, len(part.state_bases))](
+        launch(
+            apply_counted_kernel,
+            (part.max_rows, len(part.state_bases)),
             weights_ptr=weights,
             states=states,
             stamp_ptr=stamp,

@@ -20,6 +20,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_linearise
+from fbtriton.launch import launch
 from fbtriton.layout import Bags, Entries, OperatorSpec
 from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
 
@@ -92,7 +93,9 @@ def linearise(
     last_offset = shape.output_shape[0] * grad_output.stride(0) + layout.columns[-1]
     keys = bags.indices.new_empty(blocks * config.block, dtype=layout.key_dtype)
     entries = form.empty(keys.numel(), last_offset, config.offset_bits, keys.device)
-    linearise_kernel[(blocks,)](
+    launch(
+        linearise_kernel,
+        (blocks,),
         keys_ptr=keys,
         entries=entries,
         features=layout.sorted_features(left_out, keys.device),

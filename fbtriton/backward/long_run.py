@@ -20,6 +20,7 @@ from fbtriton.backward.accumulate import registers_for, sum_gradients, update_ro
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
 from fbtriton.config import LongRunConfig, bucket_grid, fixed_grid, launch_groups, launch_options, target_of
+from fbtriton.launch import launch
 from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
@@ -157,7 +158,9 @@ def grad_accum(
         of_bucket = [configs[b] for b in group]
         chosen = [spec.layout.buckets[b] for b in group]
         registers = registers_for(of_bucket[0].registers, chosen, spec)
-        grad_accum_kernel[bucket_grid(target, of_bucket[0], partials.shape[0], len(group))](
+        launch(
+            grad_accum_kernel,
+            bucket_grid(target, of_bucket[0], partials.shape[0], len(group)),
             partials_ptr=partials,
             grad_ptr=grad_output,
             entries=entries,
@@ -186,7 +189,9 @@ def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: L
     max_groups = tables.groups.numbers.numel()
     slots, span = partials.shape[0], 1
     while slots > config.fan_in and max_groups:
-        add_groups_kernel[fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups)](
+        launch(
+            add_groups_kernel,
+            fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups),
             partials_ptr=partials,
             groups=tables.groups,
             ranges_ptr=tables.ranges,
@@ -215,7 +220,9 @@ def apply(
     for group in launch_groups(configs):
         of_bucket = [configs[b] for b in group]
         chosen = [spec.layout.buckets[b] for b in group]
-        apply_kernel[bucket_grid(target, of_bucket[0], max_long, len(group))](
+        launch(
+            apply_kernel,
+            bucket_grid(target, of_bucket[0], max_long, len(group)),
             weights_ptr=weights,
             states=states,
             stamp_ptr=stamp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fbtriton._triton import tl, triton
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, num_buckets
 from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
+from fbtriton.launch import launch
 from fbtriton.layout import RunTables
 from fbtriton.rows import upper_bound
 
@@ -54,7 +55,9 @@ def expand(*, tables: RunTables, long_run: LongRunConfig) -> None:
     grid = fixed_grid(
         target_of(tables.ranges.device), config.programs_per_multiprocessor, triton.cdiv(num_pieces, config.block)
     )
-    expand_kernel[grid](
+    launch(
+        expand_kernel,
+        grid,
         pieces=tables.pieces,
         groups=tables.groups,
         runs=tables.runs,

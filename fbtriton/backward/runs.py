@@ -14,6 +14,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.workspace import carve
 from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
+from fbtriton.launch import launch
 from fbtriton.layout import Groups, LongRuns, OperatorSpec, Pieces, Runs, RunTables
 from fbtriton.rows import upper_bound
 
@@ -256,8 +257,10 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
         "FAN_IN": long_run.fan_in,
         "num_warps": config.num_warps,
     }
-    count_runs_kernel[(programs,)](**shared)
-    write_runs_kernel[(programs,)](
+    launch(count_runs_kernel, (programs,), **shared)
+    launch(
+        write_runs_kernel,
+        (programs,),
         runs=tables.runs,
         long_runs=tables.long_runs,
         ranges_ptr=tables.ranges,

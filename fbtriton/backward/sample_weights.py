@@ -11,6 +11,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_sample_grad
+from fbtriton.launch import launch
 from fbtriton.layout import Bags, OperatorSpec
 from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, mean_factor, output_offset
 
@@ -57,7 +58,9 @@ def sample_weights_grad(
         num_bags = shape.bags_of(bucket.features)
         if num_bags == 0:
             continue
-        sample_weights_grad_kernel[(num_bags,)](
+        launch(
+            sample_weights_grad_kernel,
+            (num_bags,),
             out_ptr=out,
             grad_ptr=grad_output,
             weights_ptr=weights,

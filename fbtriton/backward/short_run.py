@@ -14,6 +14,7 @@ from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range
 from fbtriton.config import bucket_grid, launch_groups, launch_options, select_short_run, target_of
+from fbtriton.launch import launch
 from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
@@ -83,7 +84,9 @@ def short_run(
     for group in launch_groups(configs):
         chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
         tiles = triton.cdiv(tables.runs.state_rows.numel(), min(config.runs_per_tile for config in of_bucket))
-        short_run_kernel[bucket_grid(target, of_bucket[0], tiles, len(group))](
+        launch(
+            short_run_kernel,
+            bucket_grid(target, of_bucket[0], tiles, len(group)),
             weights_ptr=weights,
             states=states,
             stamp_ptr=stamp,

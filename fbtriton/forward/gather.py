@@ -14,6 +14,7 @@ from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
 from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
+from fbtriton.launch import launch
 from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
@@ -215,7 +216,9 @@ def gather(
             continue
         length = bag_length(spec, chosen, mean_length)
         config, _ = select_gather(gpu, bucket.dim, weights.element_size(), length)
-        gather_kernel[gather_grid(bucket.dim, len(chosen), num_bags, config, shape)](
+        launch(
+            gather_kernel,
+            gather_grid(bucket.dim, len(chosen), num_bags, config, shape),
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
             report_ptr=counting_report(report, spec),

@@ -24,6 +24,7 @@ from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
 from fbtriton.config import HistogramConfig, launch_options
 from fbtriton.forward.routing import count_bins, counted_features
+from fbtriton.launch import launch
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import (
     bag_bounds,
@@ -214,7 +215,9 @@ def histogram(
     bins = count_bins(spec, features)
     counts = torch.empty(len(features), batch_size, bins, dtype=torch.uint8, device=device)
     fatal = spec.bounds_check == "fatal" and check is not None
-    count_kernel[(len(features) * triton.cdiv(batch_size, config.count_bags),)](
+    launch(
+        count_kernel,
+        (len(features) * triton.cdiv(batch_size, config.count_bags),),
         counts_ptr=counts,
         stamp_ptr=stamp,
         report_ptr=counting_report(report, spec),
@@ -241,7 +244,9 @@ def histogram(
     for bucket, chosen, numbers in counted_features(spec, features):
         columns = min(bucket.block_dim, config.pool_row_bytes // weights.element_size())
         blocks = len(chosen) * triton.cdiv(batch_size, config.pool_bags)
-        pool_counts_kernel[(blocks, triton.cdiv(bucket.dim, columns))](
+        launch(
+            pool_counts_kernel,
+            (blocks, triton.cdiv(bucket.dim, columns)),
             out_ptr=out,
             weights_ptr=weights,
             counts_ptr=counts,
