@@ -87,16 +87,17 @@ def product_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LineariseConfig
 
-    for block, ways, warps in itertools.product((1024, 2048, 4096), (64, 256), (4, 8)):
-        yield LineariseConfig(block, ways, warps)
+    for block, ways, warps, registers in itertools.product((1024, 2048), (64, 256), (4, 8), (None, 64, 48, 40)):
+        yield LineariseConfig(block, ways, warps, registers)
 
 
 def runs_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import RunsConfig
 
-    for block, warps, programs in itertools.product((256, 512, 1024), (2, 4, 8), (8, 16, 32)):
-        if 1 <= block // (32 * warps) <= 8:
-            yield RunsConfig(block, warps, programs)
+    options = itertools.product((256, 512, 1024), (2, 4, 8), (8, 16, 32), (None, 64, 48, 40))
+    for block, warps, programs, registers in options:
+        if 2 <= block // (32 * warps) <= 4:
+            yield RunsConfig(block, warps, programs, registers)
 
 
 def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:

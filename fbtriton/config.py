@@ -71,9 +71,9 @@ class HistogramConfig:
     pool_registers: int | None = 128
     pool_row_bytes: int = 128  # of a row of the table in one program; a power of two, at least 64
     max_repeats: float = 64.0  # ids in a bag for each row of the table; counts of 255 are slow
-    grad_chunk: int = 1024  # of the backward: bags of a program, a multiple of grad_bags
-    grad_bags: int = 32  # side by side; a power of two, at least 16
-    grad_columns: int = 128  # a power of two, at least 16
+    grad_chunk: int = 2048  # of the backward: bags of a program, a multiple of grad_bags
+    grad_bags: int = 64  # side by side; a power of two, at least 16
+    grad_columns: int = 64  # a power of two, at least 16
     grad_warps: int = 4
 
 
@@ -92,6 +92,7 @@ class LineariseConfig:
     block: int = 1024  # a multiple of RunsConfig.block
     ways: int = 256  # offsets that are compared at once in the search for the block's bags
     num_warps: int = 4
+    registers: int | None = None  # see GatherConfig
     offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
 
 
@@ -102,6 +103,7 @@ class RunsConfig:
     block: int = 512
     num_warps: int = 4
     programs_per_multiprocessor: int = 16
+    registers: int | None = None  # see GatherConfig
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class LongRunConfig:
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
+    slots_per_step: int = 4  # partial gradients that are loaded before they are added; a power of two
     num_warps: int = 1
     programs_per_multiprocessor: int = 32
     registers: int | None = None  # of grad_accum; see GatherConfig
@@ -151,12 +154,13 @@ class TableRow:
 
 LONG_BAG = 48
 
-# Printed by `python -m bench tune gather`; rows that are within 3 % of the default are left out.
+# Printed by `python -m bench tune gather`; rows that are within 3 % of the default are left out, unless a row of
+# bags of another length would be taken.
 GATHER_ROWS: tuple[TableRow, ...] = (
-    TableRow("NVIDIA H200", "fp32-uniform", "2026-11-30", 64, 4, 20.0, GatherConfig(4, 2, 2, 4, 64, 64)),
+    TableRow("NVIDIA H200", "fbgemm-default", "2026-11-30", 128, 2, 20.0, GatherConfig(1, 4, 1, 4, 64, 128)),
+    TableRow("NVIDIA H200", "fp32-uniform", "2026-11-30", 64, 4, 20.0, GatherConfig(1, 4, 1, 4, 56, 64)),
+    TableRow("NVIDIA H200", "long-runs", "2026-11-30", 128, 2, 30.0, GatherConfig(4, 1, 1, 2, 56, 128)),
     TableRow("NVIDIA H200", "table-sharing", "2026-11-30", 256, 2, 7.0, GatherConfig(2, 1, 1, 2, 64, 256)),
-    TableRow("NVIDIA H200", "long-runs", "2026-11-30", 128, 2, 30.0, GatherConfig(4, 1, 1, 2, 64, 128)),
-    TableRow("NVIDIA H200", "weighted", "2026-11-30", 128, 2, 30.0, GatherConfig(4, 1, 1, 2, 64, 128)),
     TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 4, 2, 8.0, GatherConfig(16, 4, 1, 4, 64, 4)),
     TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 8, 2, 8.0, GatherConfig(8, 4, 1, 4, 64, 8)),
     TableRow("NVIDIA H200", "mixed-dims", "2026-11-30", 16, 2, 8.0, GatherConfig(8, 4, 2, 4, 64, 16)),
@@ -254,14 +258,14 @@ def select_gather(gpu: str, dim: int, itemsize: int, mean_length: float) -> tupl
 
 
 def default_gather(dim: int, itemsize: int, mean_length: float) -> tuple[GatherConfig, str]:
-    """What was best or near it in most rows of the table: 32 bytes of each lane's own a step, in 64 registers."""
+    """What was best or near it where it was measured: 32 bytes of each lane's own a step."""
     row_bytes = itemsize << (dim - 1).bit_length()
     if mean_length > LONG_BAG:
         rows = _power_of_two(1024 / row_bytes, 1, 32)
         config = GatherConfig(1, rows, num_warps=_power_of_two(row_bytes / 1024, 1, 4), unroll=4, registers=64)
         return config, f"default: bags of more than {LONG_BAG} ids"
-    bags = _power_of_two(2048 / row_bytes, 1, 64)
-    config = GatherConfig(bags, 1, num_warps=_power_of_two(row_bytes / 1024, 2, 4), unroll=2, registers=64)
+    bags = _power_of_two(1024 / row_bytes, 1, 64)
+    config = GatherConfig(bags, 1, num_warps=_power_of_two(row_bytes / 1024, 1, 4), unroll=2, registers=56)
     return config, f"default: bags of at most {LONG_BAG} ids"
 
 
@@ -315,7 +319,8 @@ def select_long_run(dim: int) -> LongRunConfig:
     warps = _warps_for(block_dim)
     rows, unroll = max(1, min(16, 256 // block_dim)), 4 if block_dim <= 256 else 2
     registers = _registers_for(block_dim, warps)
-    return LongRunConfig(rows_per_step=rows, unroll=unroll, num_warps=warps, registers=registers)
+    slots = max(1, min(16, 1024 // block_dim))
+    return LongRunConfig(rows_per_step=rows, unroll=unroll, slots_per_step=slots, num_warps=warps, registers=registers)
 
 
 def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:

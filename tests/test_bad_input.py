@@ -1,6 +1,7 @@
 """Bad input: the exact error or the documented repair; the caller's tensors and everything outside stay as they are."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fbtriton import SGD, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
-from fbtriton.config import GatherConfig, HistogramConfig, force_config, kernels_on_cpu
+from fbtriton.config import INTERPRET, GatherConfig, HistogramConfig, force_config, kernels_on_cpu
 
 GUARD = 64  # elements on both sides of the weights that nothing may touch
 
@@ -339,3 +340,20 @@ def test_counted_tables_are_checked_alike(name, given, repaired, count, pooling,
     torch.testing.assert_close(results[0][0], results[2][0])
     assert results[0][2] == results[1][2] == results[2][2]
     assert results[0][2].bad_offsets == count
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRET, reason="only the interpreter calls what a test puts in a function's place")
+@pytest.mark.parametrize("dim, columns", [(4, 2048), (9, 2048), (12, 2048), (1, 2048)])
+def test_good_ids_are_not_looked_at_again(dim, columns, monkeypatch):
+    """Also where a tile has columns that the rows have not."""
+
+    def fail(*_):
+        raise AssertionError("no id is bad")
+
+    monkeypatch.setattr(sys.modules["fbtriton.forward.gather"], "report_ids_of_bags", fail)
+    module = TableBatchedEmbeddingBags([Table(5, dim)], optimizer=SGD(0.1), device="cpu").init_uniform_(-1, 1)
+    with force_config(gather=GatherConfig(2, 2, 1, columns=columns)):
+        module(torch.tensor([0, -1, 4, 2, 1]), torch.tensor([0, 3, 5]))
+        with pytest.raises(Exception, match="no id is bad"):
+            module(torch.tensor([0, -1, 5, 2, 1]), torch.tensor([0, 3, 5]))

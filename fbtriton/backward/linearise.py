@@ -19,7 +19,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_linearise
+from fbtriton.config import launch_options, select_linearise
 from fbtriton.launch import launch
 from fbtriton.layout import Bags, Entries, OperatorSpec
 from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
@@ -111,6 +111,6 @@ def linearise(
         MEAN=spec.mean,
         SCALED=form.scaled,
         UNIT=form.unit,
-        num_warps=config.num_warps,
+        **launch_options(config.num_warps, config.registers),
     )
     return keys, entries

@@ -200,7 +200,7 @@ def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: L
             partial_stride=partials.stride(0),
             DIM=partials.shape[1],
             BLOCK_D=block_dim,
-            ROWS=config.rows_per_step,
+            ROWS=config.slots_per_step,
             FAN_IN=config.fan_in,
             num_warps=config.num_warps,
         )
@@ -235,7 +235,7 @@ def apply(
             LOAD_STATE=optimizer.load_state,
             UPDATE=optimizer.update,
             DIMS=tuple(bucket.dim for bucket in chosen),
-            ROWS=tuple(config.rows_per_step for config in of_bucket),
+            ROWS=tuple(config.slots_per_step for config in of_bucket),
             PIECE=of_bucket[0].piece_length,
             FAN_IN=of_bucket[0].fan_in,
             ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.workspace import carve
-from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
+from fbtriton.config import LongRunConfig, fixed_grid, launch_options, select_runs, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import Groups, LongRuns, OperatorSpec, Pieces, Runs, RunTables
 from fbtriton.rows import upper_bound
@@ -255,7 +255,7 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
         "THRESHOLD": long_run.threshold,
         "PIECE": long_run.piece_length,
         "FAN_IN": long_run.fan_in,
-        "num_warps": config.num_warps,
+        **launch_options(config.num_warps, config.registers),
     }
     launch(count_runs_kernel, (programs,), **shared)
     launch(

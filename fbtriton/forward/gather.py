@@ -64,6 +64,8 @@ def sum_rows(
     number_of_column = tl.arange(0, BLOCK_D)[None, :]
     column = first_column + number_of_column
     marked = number_of_column % (128 // weights_ptr.dtype.element_ty.primitive_bitwidth) == 0  # one of 16 bytes will do
+    if DIM % BLOCK_D != 0:
+        marked = marked & (column < DIM)  # columns that are not there must not look like a bad id
     for step in range(0, longest, ROWS * UNROLL):
         for unrolled in tl.static_range(UNROLL):
             number = step + unrolled * ROWS + lane
