@@ -38,7 +38,8 @@ LAST_POSITION = 2**31 - 1
 CHUNKS = 4 if INTERPRET else 512  # a power of two, some for every multiprocessor
 CHUNK_WORDS = -(-CHUNKS // 8)  # of a byte for each chunk
 CHUNK_COUNT = tl.constexpr(CHUNKS)
-CHUNK_BLOCK = 1024  # offsets of one step
+CHUNK_BLOCK = 512  # offsets of one step, two for each lane: wider ones wait longer for their unaligned neighbours
+CHUNK_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,7 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
         BLOCK=CHUNK_BLOCK,
         FATAL=fatal,
         debug=fatal,
+        num_warps=CHUNK_WARPS,
     )
     return check
 

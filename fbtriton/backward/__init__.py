@@ -156,6 +156,7 @@ def _update_by_runs(
     entries = entries._replace(payload=payload)
     tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
     expand(tables=tables, long_run=long_runs[0])
+    del keys  # room for the partial gradients
     if gradients is not None:
         weights, tables = gradients.values, with_slots(tables, gradients)
 
