@@ -152,6 +152,8 @@ class Pieces(NamedTuple):
 
     starts: Tensor  # [P] int32; the piece owns the sorted entries starts[p]:ends[p]
     ends: Tensor  # [P] int32
+    long_runs: Tensor | None = None  # [P] int32; the piece's place among the long runs. None = not needed
+    arrivals: Tensor | None = None  # [P] int32; zeros, to be counted up. None = not needed
 
 
 class Groups(NamedTuple):
@@ -336,6 +338,7 @@ class OperatorSpec:
         bounds_check: "off", "ignore", "warning" or "fatal".
         fused_bounds_check: the forward checks the ids that it loads; otherwise a check of its own runs before.
         bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
+        deterministic: the same inputs give bitwise the same weights on every run; False allows sums in any order.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -351,6 +354,7 @@ class OperatorSpec:
     bounds_check: str
     fused_bounds_check: bool = True
     bag_size_hints: tuple[float, ...] = ()
+    deterministic: bool = True
 
     text: str = field(init=False, repr=False, compare=False)
 

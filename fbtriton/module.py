@@ -69,6 +69,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         fused_bounds_check: check the ids while they are gathered, which costs next to nothing; False runs a check of
             its own before, with the same results.
         bag_size_hints: expected ids in a bag, for each feature. Advisory: they change the route, not the result.
+        deterministic: the same inputs give bitwise the same weights on every run. False lets the backward add the
+            gradients of long runs in any order where a kernel can: on sm_100 and later with TLX, by TMA. What that
+            gains has not been measured.
         device: where weights and state live; default the current CUDA device if there is one, else the CPU.
 
     Weights start at zero. `learning_rate` may be set between steps.
@@ -95,6 +98,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         bounds_check: str = "warning",
         fused_bounds_check: bool = True,
         bag_size_hints: Sequence[float] | None = None,
+        deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -126,6 +130,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             bounds_check=bounds_check,
             fused_bounds_check=bool(fused_bounds_check),
             bag_size_hints=tuple(map(float, bag_size_hints or ())),
+            deterministic=bool(deterministic),
         )
         self._make_buffers(optimizer, torch.device(device))
 
