@@ -95,8 +95,8 @@ def test_lengths_around_pieces_and_groups(fused, length, device):
 @pytest.mark.parametrize("dim, dtype", [(128, torch.float16), (64, torch.float32), (100, torch.bfloat16)], ids=str)
 def test_contention(fused, programs, dim, dtype, device):
     """Many programs at a few counters, again and again: one hot row of thousands of pieces beside rows of a few.
-    FBTRITON_TLX_LAUNCHES is the number of launches of each variant. Memory is poisoned by whatever the allocator gives back, counters included.
-    Integer gradients make every order of a sum exact, so that any difference is an error: not one row may be wrong."""
+    FBTRITON_TLX_LAUNCHES is the number of launches of each variant. The memory that workspaces are made of, counters
+    included, is poisoned. Gradients are integers, so sums are exact in any order: not one row may be wrong."""
     fused = dataclasses.replace(fused, programs_per_multiprocessor=programs)
     long_run = LongRunConfig(threshold=4, piece_length=4, rows_per_step=4, fan_in=4)
     module = build((dim,), 300, device, "sgd", dtype)
