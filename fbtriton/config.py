@@ -140,7 +140,7 @@ class FusedConfig:
     clc: bool = False  # tiles are handed out by cluster launch control: sm_100 and later, with TLX
     reduce: bool = False  # partial gradients are added up by TMA, in any order: sm_90 and later, with TLX
     programs_per_multiprocessor: int = 32  # or tiles, with clc; more of them even out the work, empty ones cost time
-    max_block_dim: int = 1024  # columns of a tile
+    max_block_dim: int = 2048  # columns of a tile
     max_reduce_block_dim: int = 256  # a TMA box is no wider
 
     def fits(self, block_dims: tuple[int, ...]) -> bool:

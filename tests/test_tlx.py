@@ -155,7 +155,7 @@ def test_blackwell_with_tlx_takes_it(installed):
     assert chosen is not None and chosen.clc and not chosen.reduce
     assert select_fused(target, (64, 128), False).reduce
     assert not select_fused(target, (64, 512), False).reduce, "too wide for a TMA box: ordered slots"
-    assert select_fused(target, (64, 2048), True) is None, "out of range"
+    assert select_fused(target, (64, 4096), True) is None, "out of range"
 
 
 def test_other_targets_do_not(installed):

@@ -105,9 +105,8 @@ def test_order_of_sums_by_tma(arch, clc):
     assert count(ptx, r"cp\.reduce\.async\.bulk") == 1 and count(ptx, ARRIVE) == 1
     assert count(between(ptx, r"cp\.reduce", ARRIVE), r"cp\.async\.bulk\.wait_group\s+0") == 1
     assert count(ptx, r"\.nc\b") == 0
-    if arch != 103:  # the disassembler that comes along does not know it
-        flushed = [r"UTMAREDG.*\.ADD", "UTMACMDFLUSH", r"DEPBAR", SASS_BARRIER, *SASS_ARRIVE, SASS_BARRIER, r"LDG"]
-        assert_order(code_lines(kernel.asm["sass"]), flushed)
+    flushed = [r"UTMAREDG.*\.ADD", "UTMACMDFLUSH", r"DEPBAR", SASS_BARRIER, *SASS_ARRIVE, SASS_BARRIER, r"LDG"]
+    assert_order(code_lines(kernel.asm["sass"]), flushed)
     assert "clear_rows_kernel" in kernels
 
 
@@ -124,10 +123,9 @@ def test_order_of_the_queue(arch, reduce):
     assert_order(ptx, [*query, r"fence\.proxy\.async", BARRIER])
     for instruction in ("try_cancel", "is_canceled", "get_first_ctaid"):
         assert count(ptx, rf"clusterlaunchcontrol.*{instruction}") == 1
-    if arch == 100:
-        sass = code_lines(kernel.asm["sass"])
-        assert_order(sass, ["SYNCS.EXCH", "FENCE.VIEW.ASYNC", SASS_BARRIER, "SYNCS.ARRIVE", "UGETNEXTWORKID"])
-        assert_order(sass, ["SYNCS.PHASECHK", r"LDS\.128", "FENCE.VIEW.ASYNC", SASS_BARRIER])
+    sass = code_lines(kernel.asm["sass"])
+    assert_order(sass, ["SYNCS.EXCH", "FENCE.VIEW.ASYNC", SASS_BARRIER, "SYNCS.ARRIVE", "UGETNEXTWORKID"])
+    assert_order(sass, ["SYNCS.PHASECHK", r"LDS\.128", "FENCE.VIEW.ASYNC", SASS_BARRIER])
 
 
 @pytest.mark.parametrize("arch", [90, 100])
