@@ -35,7 +35,7 @@ TEST_ENVIRONMENT = $(call ENVIRONMENT,test bench $(if $(TORCHREC),torchrec) $(if
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test tlx-env test-tlx test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
+.PHONY: help demo test tlx-env test-tlx b200 test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
 	info clean
 
 help:  ## list the commands
@@ -61,6 +61,10 @@ tlx-env:  ## an environment with Meta's fork of Triton, which has TLX, in Triton
 test-tlx: tlx-env  ## the tests of the kernels that use TLX, in that environment
 	@$(TLX_VENV)/bin/python tools/run_tests.py $(or $(SUITES),plain interpreter compile) tests/test_tlx.py \
 		tests/test_tlx_protocol.py tests/test_tlx_compile.py $(PYTEST_ARGS)
+
+b200: test-tlx  ## on a Blackwell GPU: those tests, long runs in every variant, all workloads; see bench/b200.md
+	$(TLX_VENV)/bin/python -m bench fused --json bench/results/fused.json
+	$(TLX_VENV)/bin/python -m bench run $(or $(BENCH_ARGS),--provider fbtriton --provider fbgemm)
 
 test-newest:  ## the plain and interpreter tests on the newest torch, Triton and FBGEMM (5.5 GB)
 	@$(MAKE) --no-print-directory test VENV=.venv-newest TORCH=2.14.1 TRITON=3.8.0 FBGEMM=1.9.0 \
