@@ -160,7 +160,9 @@ def write_page(results_file: Path, occupancy_file: Path, out: Path) -> None:
     lines = [
         "# B200 and GB200: what to run, and what to expect", "", TEXT,
         "## Predictions", "",
-        f"Written by `python -m bench predict` from {files} (H200, {results['date']}, commit {results['commit']}).", "",
+        f"Written by `python -m bench predict` from {files} (H200, {results['date']}, commit"
+        f" {results['commit']}; compiled by `bench occupancy --ids int32 --json` in the environment of"
+        " `make tlx-env`).", "",
         method, "",
         f"Published: {chips}. A copy on the H200 reaches {bandwidth / H200.bandwidth:.0%} of its peak; the same"
         f" share is {bandwidth / H200.bandwidth * B200.bandwidth / 1e12:.1f} TB/s on the B200, and the floors are the"
