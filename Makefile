@@ -8,6 +8,9 @@ TORCH ?= 2.13.0
 TRITON ?= 3.7.1
 FBGEMM ?= 1.8.0
 NUMPY ?= numpy
+# Meta's fork of Triton, in an environment of its own because it installs the package triton
+TRITON_FORK ?= fbtriton==3.7.4
+TLX_VENV ?= .venv-tlx
 # Package index to take torch from, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # A TorchRec release to install for the tests of torchrec_integration
@@ -32,7 +35,7 @@ TEST_ENVIRONMENT = $(call ENVIRONMENT,test bench $(if $(TORCHREC),torchrec) $(if
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
+.PHONY: help demo test tlx-env test-tlx b200 test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
 	info clean
 
 help:  ## list the commands
@@ -50,6 +53,18 @@ test:  ## run the tests: plain, interpreter and compile; SUITES=plain PYTEST_ARG
 test-triton36:  ## the interpreter and compile tests on the oldest Triton
 	@$(MAKE) --no-print-directory test VENV=.venv-triton36 TORCH=2.13.0 TRITON=3.6.0 NUMPY='numpy<2.4' FBGEMM= \
 		SUITES="interpreter compile"
+
+tlx-env:  ## an environment with Meta's fork of Triton, which has TLX, in Triton's place
+	@$(PYTHON) tools/environment.py $(TLX_VENV) test bench --pin torch==$(TORCH) --pin '$(NUMPY)' \
+		--triton-fork $(TRITON_FORK) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(if $(ASKED),--own)
+
+test-tlx: tlx-env  ## the tests of the kernels that use TLX, in that environment
+	@$(TLX_VENV)/bin/python tools/run_tests.py $(or $(SUITES),plain interpreter compile) tests/test_tlx.py \
+		tests/test_tlx_protocol.py tests/test_tlx_compile.py $(PYTEST_ARGS)
+
+b200: test-tlx  ## on a Blackwell GPU: those tests, long runs in every variant, all workloads; see bench/b200.md
+	$(TLX_VENV)/bin/python -m bench fused --json bench/results/fused.json
+	$(TLX_VENV)/bin/python -m bench run $(or $(BENCH_ARGS),--provider fbtriton --provider fbgemm)
 
 test-newest:  ## the plain and interpreter tests on the newest torch, Triton and FBGEMM (5.5 GB)
 	@$(MAKE) --no-print-directory test VENV=.venv-newest TORCH=2.14.1 TRITON=3.8.0 FBGEMM=1.9.0 \

@@ -272,3 +272,38 @@ def checks(
         check_costs(_chosen_workloads(workload, True, False), ids, json_out)
     except ValueError as error:
         raise _fail(error) from error
+
+
+@app.command()
+def fused(
+    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
+    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the time of every kernel here.")] = None,
+) -> None:
+    """Time long runs in one launch and in several, in every variant that this GPU and Triton can run, in turn."""
+    import torch
+
+    from bench.fused import fused_costs
+
+    try:
+        if not torch.cuda.is_available():
+            raise ValueError("fused needs a GPU, and there is none")
+        (ids,) = _check_ids([ids], True)
+        fused_costs(_chosen_workloads(workload, True, False), ids, json_out)
+    except ValueError as error:
+        raise _fail(error) from error
+
+
+@app.command()
+def predict(
+    results: Annotated[Path, typer.Argument(help="A result file of an H200.")],
+    occupancy: Annotated[Path, typer.Option(help="What `occupancy --json` wrote, with Meta's fork of Triton.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("bench/b200.md"),
+) -> None:
+    """Write what a B200 should take, from a result of an H200 and from compilations for both."""
+    from bench.predict import write_page
+
+    try:
+        write_page(results, occupancy, out)
+    except (ValueError, OSError) as error:
+        raise _fail(error) from error

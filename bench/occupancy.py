@@ -20,6 +20,8 @@ from rich.table import Table
 
 from bench import tables
 from bench.workloads import DTYPES, ID_DTYPES, Workload
+from fbtriton import tlx
+from fbtriton.config import FusedConfig
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,14 @@ def _examine(kernel: Any, arch: int) -> dict[str, Any]:
     }
 
 
+def fused_variants(arch: int) -> list[FusedConfig]:
+    """Long runs in one launch, as far as this Triton can compile it for the arch."""
+    if not tlx.available():
+        return [FusedConfig()]
+    queues = [False] if arch < 100 else [False, True]
+    return [FusedConfig(clc=clc, reduce=reduce) for clc in queues for reduce in (False, True)]
+
+
 def compile_workload(workload: Workload, ids: str, arch: int, seen: set[str]) -> list[dict[str, Any]]:
     """The variants that one forward and backward launch and that are not in `seen`, to which they are added."""
     import torch
@@ -102,6 +112,7 @@ def compile_workload(workload: Workload, ids: str, arch: int, seen: set[str]) ->
     from bench.workloads import make_request
     from fbtriton import RowwiseAdagrad, Table, TableBatchedEmbeddingBags
     from fbtriton.compile_only import compile_only
+    from fbtriton.config import force_config
 
     small = shrink(workload)
     module = TableBatchedEmbeddingBags(
@@ -113,11 +124,15 @@ def compile_workload(workload: Workload, ids: str, arch: int, seen: set[str]) ->
         device="cpu",
     )
     request = make_request(small, 0, torch.device("cpu"), ID_DTYPES[ids])
-    with compile_only("cuda", arch) as kernels:
-        output = module(*request)
-        output.backward(torch.ones(output.shape))
+    compiled = []
+    block_dims = tuple(bucket.block_dim for bucket in module.spec.layout.buckets)
+    for fused in (False, *(variant for variant in fused_variants(arch) if variant.fits(block_dims))):
+        with force_config(fused=fused), compile_only("cuda", arch) as kernels:
+            output = module(*request)
+            output.backward(torch.ones(output.shape))
+        compiled += kernels
     found = []
-    for kernel in kernels:
+    for kernel in compiled:
         if kernel.hash not in seen:
             seen.add(kernel.hash)
             found.append(_examine(kernel, arch))

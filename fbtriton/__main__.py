@@ -16,7 +16,7 @@ import fbtriton
 from fbtriton import tlx
 from fbtriton._triton import HAS_TRITON
 from fbtriton.backward.sort import describe_backend
-from fbtriton.config import INTERPRET
+from fbtriton.config import INTERPRET, Target, target_of
 from fbtriton.forward.routing import plan, plan_for_gpu
 from fbtriton.layout import OperatorSpec
 
@@ -70,6 +70,12 @@ def _gpu() -> str:
     )
 
 
+def _tlx() -> str:
+    if tlx.available():
+        return f"available (fork {_version('fbtriton')}): used on sm_100 and later for long runs"
+    return "not available: it comes with Meta's fork of Triton; sm_100 and later could use it"
+
+
 def info() -> str:
     """Versions, GPU, TLX, sort and the kernel paths, one fact a line."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -82,7 +88,7 @@ def info() -> str:
         "FBGEMM": _version("fbgemm-gpu", "fbgemm-gpu-cpu"),
         "TorchRec": _version("torchrec"),
         "GPU": _gpu(),
-        "TLX": "available" if tlx.available() else "not available: it comes with Meta's Triton fork",
+        "TLX": _tlx(),
         "sort": describe_backend(device),
     }
     width = max(map(len, lines))
@@ -152,11 +158,13 @@ def routes_of(path: Path, gpu: str | None) -> str:
         weights_dtype=DTYPES[dtype],
         bag_size_hints=bags if "bags" in values else (),
     )
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else EXAMPLE_GPU
+    target = target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else Target(EXAMPLE_GPU, 0)
+    here, capability = target.name, target.capability if gpu in (None, target.name) else 0
     mean = sum(bags) / len(bags)
     routes = plan_for_gpu(
-        spec, gpu or here, mean, weighted=bool(values.get("weighted")), vbe=bool(values.get("batch_sizes"))
-    )
+        spec, gpu or here, mean, weighted=bool(values.get("weighted")), vbe=bool(values.get("batch_sizes")),
+        capability=capability,
+    )  # fmt: skip
     return f"{path.name} on {gpu or here}, {mean:g} ids a bag on average:\n{routes}"
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fbtriton import tlx
 from fbtriton._triton import HAS_TRITON
 
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
@@ -33,6 +35,7 @@ class Target:
 
     name: str
     multiprocessors: int
+    capability: int = 0  # of an NVIDIA GPU: 90, 100, ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,22 @@ class LongRunConfig:
 
 
 @dataclass(frozen=True)
+class FusedConfig:
+    """Long runs in one launch, see `fbtriton.tlx.fused_long_run`; how runs are cut comes from LongRunConfig."""
+
+    clc: bool = False  # tiles are handed out by cluster launch control: sm_100 and later, with TLX
+    reduce: bool = False  # partial gradients are added up by TMA, in any order: sm_90 and later, with TLX
+    programs_per_multiprocessor: int = 32  # or tiles, with clc; more of them even out the work, empty ones cost time
+    max_block_dim: int = 2048  # columns of a tile
+    max_reduce_block_dim: int = 256  # a TMA box is no wider
+
+    def fits(self, block_dims: tuple[int, ...]) -> bool:
+        """Whether all buckets of an operator are in the range. A TMA box has at least 16 bytes."""
+        widest = self.max_reduce_block_dim if self.reduce else self.max_block_dim
+        return all(4 * self.reduce <= block_dim <= widest for block_dim in block_dims)
+
+
+@dataclass(frozen=True)
 class TableRow:
     """A configuration that was the fastest when it was measured."""
 
@@ -211,6 +230,7 @@ class ForcedConfig:
     runs: RunsConfig | None = None
     short_run: ShortRunConfig | Mapping[int, ShortRunConfig] | None = None
     long_run: LongRunConfig | Mapping[int, LongRunConfig] | None = None
+    fused: FusedConfig | bool | None = None  # False = never
     sort: str | None = None  # "torch" or "cuda.compute", which then must work
 
 
@@ -233,7 +253,8 @@ def force_config(**configs: Any) -> Iterator[None]:
 def target_of(device: torch.device) -> Target:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Target(properties.name, properties.multi_processor_count)
+        capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
+        return Target(properties.name, properties.multi_processor_count, capability)
     return Target("interpreter", 1)  # few programs, so that every loop over a fixed grid takes several steps
 
 
@@ -321,6 +342,32 @@ def select_long_run(dim: int) -> LongRunConfig:
     registers = _registers_for(block_dim, warps)
     slots = max(1, min(16, 1024 // block_dim))
     return LongRunConfig(rows_per_step=rows, unroll=unroll, slots_per_step=slots, num_warps=warps, registers=registers)
+
+
+def select_fused(target: Target, block_dims: tuple[int, ...], deterministic: bool) -> FusedConfig | None:
+    """How long runs are done in one launch; None = accumulate and apply apart. Warns once where TLX is missing."""
+    if _forced.fused is not None:
+        return _forced.fused if isinstance(_forced.fused, FusedConfig) else None
+    if target.capability < 100:
+        return None
+    if not tlx.available():
+        _warn_of_missing_tlx(target.name)
+        return None
+    # Two tiles for each program of one warp that a multiprocessor holds. Not measured.
+    chosen = FusedConfig(clc=True, reduce=not deterministic, programs_per_multiprocessor=64)
+    for config in (chosen, replace(chosen, reduce=False)):
+        if config.fits(block_dims):
+            return config
+    return None
+
+
+@functools.cache
+def _warn_of_missing_tlx(name: str) -> None:
+    warnings.warn(
+        f"fbtriton: {name} could take long runs in one launch, but this Triton has no TLX; README says how to install"
+        " the fork that has it. The other kernels run in its place",
+        stacklevel=2,
+    )
 
 
 def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:

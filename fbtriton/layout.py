@@ -160,6 +160,8 @@ class Pieces(NamedTuple):
 
     starts: Tensor  # [P] int32; the piece owns the sorted entries starts[p]:ends[p]
     ends: Tensor  # [P] int32
+    long_runs: Tensor | None = None  # [P] int32; the piece's place among the long runs. None = not needed
+    arrivals: Tensor | None = None  # [P] int32; zeros, to be counted up. None = not needed
 
 
 class Groups(NamedTuple):
@@ -359,6 +361,7 @@ class OperatorSpec:
         bag_size_hints: expected ids in a bag, for each feature; empty = not given. Changes routes only.
         frozen_tables: tables that are not trained.
         max_gradient: see `fbtriton.optim.Optimizer`.
+        deterministic: the same inputs give bitwise the same weights on every run; False allows sums in any order.
 
     Attributes:
         text: the specification as JSON; `from_json` is its inverse.
@@ -376,6 +379,7 @@ class OperatorSpec:
     bag_size_hints: tuple[float, ...] = ()
     frozen_tables: tuple[int, ...] = ()
     max_gradient: float = 0.0
+    deterministic: bool = True
 
     text: str = field(init=False, repr=False, compare=False)
 

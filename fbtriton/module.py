@@ -78,6 +78,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             its own before, with the same results.
         bag_size_hints: expected ids in a bag, for each feature. Advisory: they change the route, not the result.
         frozen_tables: numbers of tables that are not trained; `freeze_tables` changes them.
+        deterministic: the same inputs give bitwise the same weights on every run. False lets the backward add the
+            gradients of long runs in any order where a kernel can: on sm_100 and later with TLX, by TMA. What that
+            gains has not been measured.
         device: where weights and state live; default the current CUDA device if there is one, else the CPU. On "meta"
             nothing is allocated; `to_empty` then gives memory, with everything as at construction.
 
@@ -110,6 +113,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         fused_bounds_check: bool = True,
         bag_size_hints: Sequence[float] | None = None,
         frozen_tables: Sequence[int] = (),
+        deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -149,6 +153,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             bag_size_hints=tuple(map(float, bag_size_hints or ())),
             frozen_tables=_check_frozen_tables(frozen_tables, tables),
             max_gradient=float(optimizer.max_gradient),
+            deterministic=bool(deterministic),
         )
         self._make_buffers(optimizer, torch.device(device))
 

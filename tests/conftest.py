@@ -9,12 +9,19 @@ import os
 import pytest
 import torch
 
+from fbtriton import tlx
+
 HAS_GPU = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 if HAS_GPU:
     torch.cuda.init()  # activation checkpointing refuses a forward that is the first to touch the device
 if INTERPRET:
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+NOT_RUN = (
+    ("needs a CUDA GPU", "GPU", "no CUDA GPU here"),
+    ("needs TLX", "TLX", "this Triton has none; make test-tlx"),
+    ("needs an sm_100 GPU", "Blackwell", "no GPU of sm_100 or later here"),
+)
 
 
 def pytest_addoption(parser):
@@ -23,7 +30,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
+        if item.get_closest_marker("tlx") and not tlx.available():
+            item.add_marker(pytest.mark.skip(reason="needs TLX, of Meta's fork of Triton"))
+        elif item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif item.get_closest_marker("interpreter") and not (HAS_GPU or INTERPRET):
             item.add_marker(pytest.mark.skip(reason="needs a GPU or TRITON_INTERPRET=1"))
@@ -33,9 +42,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
-    gpu = sum("needs a CUDA GPU" in str(report.longrepr) for report in skipped)
-    if gpu:
-        terminalreporter.write_line(f"GPU tests NOT RUN: {gpu} (no CUDA GPU here)", yellow=True)
+    for reason, kind, why in NOT_RUN:
+        if count := sum(reason in str(report.longrepr) for report in skipped):
+            terminalreporter.write_line(f"{kind} tests NOT RUN: {count} ({why})", yellow=True)
     where = "on " + torch.cuda.get_device_name() if HAS_GPU else "in the interpreter" if INTERPRET else "not at all"
     terminalreporter.write_line(f"kernels ran {where}")
 

@@ -213,3 +213,30 @@ def test_occupancy_of_a_tiny_workload(tmp_path):
     for row in rows:
         assert row["spills"] < 32 and row["registers"] > 0 and 0 < row["resident_warps"] <= 64, row
     assert occupancy_table(rows, [90]).row_count
+
+
+def test_the_page_of_predictions(tmp_path):
+    """Between the ratio of bandwidths and that of warps under way, and refused without the fused kernel."""
+    from bench import predict
+
+    rows = [
+        {"kernel": name, "arch": arch, "variant": f"DIM=128 CLC={int(arch >= 100)} REDUCE=0", "registers": 64,
+         "spills": 0, "shared_bytes": 0, "resident_warps": warps}
+        for name, arch, warps in [
+            ("short_run_kernel", 90, 16), ("short_run_kernel", 100, 32), ("grad_accum_kernel", 90, 32),
+            (predict.FUSED, 90, 32), (predict.FUSED, 100, 32),
+        ]
+    ]  # fmt: skip
+    record = {"kernels": {"backward": [{"name": "short_run_kernel", "us": 100.0}, {"name": "other", "us": 10.0}]}}
+    least, most = predict.predict(record, "backward", rows)
+    assert least == pytest.approx(100 * 132 / 148 / 2 + 10 * 4.8 / 8)
+    assert most == pytest.approx(100 * 4.8 / 8 + 10 * 132 / 148)
+
+    occupancy, page = tmp_path / "occupancy.json", tmp_path / "page.md"
+    occupancy.write_text(json.dumps(rows))
+    results = max((store.RESULTS / "nvidia-h200").glob("*-41c1528.json"))
+    predict.write_page(results, occupancy, page)
+    assert "| mlperf-dlrmv2 |" in page.read_text()
+    occupancy.write_text(json.dumps(rows[:3]))
+    with pytest.raises(ValueError, match="occupancy must hold the fused kernel"):
+        predict.write_page(results, occupancy, page)

@@ -25,7 +25,8 @@ def test_routes_of_a_workload(tmp_path):
     lines = info("--workload", path, "--gpu", "NVIDIA H200").stdout.splitlines()
     assert lines[0].startswith("w.json on NVIDIA H200, 103.25 ids a bag on average")
     assert lines[1].startswith("forward histogram: features 0, 1: at most")
-    assert lines[2].startswith("forward gather: features 2, 3: dim 128; 8 bags a program")
+    assert lines[2].startswith("forward gather: features 2, 3: dim 128; 4 bags a program")
+    assert lines[3] == "backward histogram: features 0, 1: counted by the forward; no sort"
 
 
 @pytest.mark.parametrize(

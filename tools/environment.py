@@ -43,6 +43,8 @@ def main() -> None:
     leave(args.venv)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     dependencies = parse(project["project"]["dependencies"])
+    if args.triton_fork:  # it installs the package triton, as Triton does: only one of the two can be there
+        dependencies = [d for d in dependencies if d.name != "triton"]
     torch = None if args.own else version("torch", sys.path)
     inherit = any(d.name == "torch" and accepts(d, torch) for d in dependencies)
 
@@ -66,7 +68,7 @@ def main() -> None:
     extras, no_deps = project["project"]["optional-dependencies"], project["tool"]["fbtriton"]["no-deps"]
     wanted = dependencies + [r for extra in args.extras for r in parse(extras[extra])]
     maybe = [r for extra in optional for r in parse(extras[extra])]
-    alone = [r for extra in args.extras for r in parse(no_deps.get(extra, []))]
+    alone = [r for extra in args.extras for r in parse(no_deps.get(extra, []))] + parse(args.triton_fork)
     for requirement in wanted + maybe + alone:
         if requirement.name in pins:
             requirement.specifier &= pins[requirement.name].specifier
@@ -94,6 +96,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--if-reachable", nargs="*", default=[], help="extras to do without if need be")
     parser.add_argument("--pin", action="append", default=[], help="narrows a requirement: torch==2.13.0")
     parser.add_argument("--own", action="store_true", help="see no packages of the Python that runs this")
+    parser.add_argument(
+        "--triton-fork", action="append", default=[], help="replaces Triton, which is removed if torch brought it along"
+    )
     parser.add_argument("--torch-index", help="package index to take torch from")
     return parser.parse_args()
 
@@ -172,6 +177,8 @@ def install(args: argparse.Namespace, together: set[str], alone: set[str], may_f
         torch = [r for r in together if Requirement(r).name == "torch"]
         steps += [["--index-url", args.torch_index, *torch]] if torch else []
     steps += [sorted(together)] if together else []
+    if args.triton_fork:
+        subprocess.run([args.venv / "bin/python", "-m", "pip", "uninstall", "-qq", "-y", "triton"])
     steps += [["--no-deps", *sorted(alone)]] if alone else []
     if steps:
         print(f"{args.venv}: installing {', '.join(sorted(together | alone))}", flush=True)

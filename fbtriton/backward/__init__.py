@@ -3,6 +3,8 @@
     tables counted by the forward    histogram
     all others                       linearise -> sort -> runs -> pieces -> short_run | grad_accum, add_groups, apply
 
+On sm_100 and later, with TLX, one launch takes the place of grad_accum, add_groups and apply: tlx/fused_long_run.
+
 The sort is stable, so the entries of a run stay in the order of the batch and every sum has one fixed order.
 """
 
@@ -23,10 +25,11 @@ from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
-from fbtriton.config import HistogramConfig, select_long_run, uses_kernels
+from fbtriton.config import HistogramConfig, select_fused, select_long_run, target_of, uses_kernels
 from fbtriton.forward.routing import CountedTables, counted_tables, histogram_features
 from fbtriton.layout import Bags, OperatorSpec, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
+from fbtriton.tlx.fused_long_run import fused_long_run, with_arrivals
 
 
 def with_unit_columns(grad_output: Tensor) -> Tensor:
@@ -155,12 +158,14 @@ def _update_by_runs(
     keys, payload = sort_pairs(keys, entries.payload, max(1, spec.layout.no_key.bit_length()))
     entries = entries._replace(payload=payload)
     tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
+    fused = select_fused(target_of(weights.device), tuple(b.block_dim for b in buckets), spec.deterministic)
+    if fused is not None:
+        tables = with_arrivals(tables)
     expand(tables=tables, long_run=long_runs[0])
     del keys  # room for the partial gradients
     if gradients is not None:
         weights, tables = gradients.values, with_slots(tables, gradients)
 
-    partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
     short_run(
         weights=weights,
         states=states,
@@ -174,6 +179,22 @@ def _update_by_runs(
         entries_per_row=bags.indices.numel() / max(1, spec.layout.no_key),
         spec=spec,
     )
+    if fused is not None:
+        fused_long_run(
+            weights=weights,
+            states=states,
+            stamp=stamp,
+            grad_output=grad_output,
+            grad_alignments=grad_alignments,
+            entries=entries,
+            form=form,
+            tables=tables,
+            long_runs=long_runs,
+            config=fused,
+            spec=spec,
+        )
+        return
+    partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
     grad_accum(
         partials=partials,
         grad_output=grad_output,

@@ -30,6 +30,9 @@ def expand_kernel(
         run_end = tl.load(runs.run_starts + run + 1, mask=live, other=0)
         tl.store(pieces.starts + piece, piece_start, mask=live)
         tl.store(pieces.ends + piece, tl.minimum(piece_start + PIECE, run_end), mask=live)
+        if pieces.arrivals is not None:
+            tl.store(pieces.long_runs + piece, long_run, mask=live)
+            tl.store(pieces.arrivals + piece, 0, mask=live)
     for start in range(tl.program_id(0) * BLOCK, num_groups, tl.num_programs(0) * BLOCK):
         group = start + tl.arange(0, BLOCK)  # [BLOCK]
         live = group < num_groups

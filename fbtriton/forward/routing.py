@@ -14,6 +14,8 @@ import torch
 from fbtriton.batch import BatchShape
 from fbtriton.config import (
     HistogramConfig,
+    Target,
+    select_fused,
     select_gather,
     select_histogram,
     select_long_run,
@@ -183,13 +185,14 @@ def plan(
     if not uses_kernels(device):
         features = tuple(range(len(spec.feature_tables)))
         return Plan((Route("reference", features, f"tensors on {device} run the PyTorch reference"),))
-    return plan_for_gpu(spec, target_of(device).name, mean_length, weighted=weighted, vbe=vbe)
+    target = target_of(device)
+    return plan_for_gpu(spec, target.name, mean_length, weighted=weighted, vbe=vbe, capability=target.capability)
 
 
 def plan_for_gpu(
-    spec: OperatorSpec, gpu: str, mean_length: float, *, weighted: bool = False, vbe: bool = False
+    spec: OperatorSpec, gpu: str, mean_length: float, *, weighted: bool = False, vbe: bool = False, capability: int = 0
 ) -> Plan:
-    """The plan for a GPU by name, which need not be here."""
+    """The plan for a GPU by name, which need not be here. capability: of an NVIDIA GPU, 90 or 100; 0 = not known."""
     counted, histogram = histogram_features(spec, mean_length, weighted=weighted, vbe=vbe)
     itemsize = spec.torch_weights_dtype.itemsize
     routes = []
@@ -210,6 +213,8 @@ def plan_for_gpu(
     by_counts = tuple(f for part in counted_tables(spec, counted) for f in part.features)
     if by_counts:
         routes.append(Route("backward histogram", tuple(sorted(by_counts)), "counted by the forward; no sort"))
+    block_dims = tuple(bucket.block_dim for bucket in spec.layout.buckets)
+    fused = select_fused(Target(gpu, 0, capability), block_dims, spec.deterministic)
     for bucket in spec.layout.buckets:
         if set(bucket.features) <= set(by_counts):
             continue
@@ -219,5 +224,8 @@ def plan_for_gpu(
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
         routes.append(Route("backward short_run", by_runs, reason))
         reason = f"runs from {long.threshold} entries on, in pieces of {long.piece_length}"
-        routes.append(Route("backward grad_accum + apply", by_runs, reason))
+        if fused is not None:
+            reason += f", {'added up by TMA in any order' if fused.reduce else 'in ordered slots'}"
+        path = "backward grad_accum + apply" if fused is None else "backward fused long_run (TLX)"
+        routes.append(Route(path, by_runs, reason))
     return Plan(tuple(routes))

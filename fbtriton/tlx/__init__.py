@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from typing import Any
 
 from fbtriton._triton import HAS_TRITON
+
+NAME = "triton.language.extra.tlx"
 
 
 @functools.cache
@@ -14,6 +18,12 @@ def available() -> bool:
     if not HAS_TRITON:
         return False
     try:
-        return importlib.util.find_spec("triton.language.extra.tlx") is not None
+        return importlib.util.find_spec(NAME) is not None
     except ImportError:
         return False
+
+
+@functools.cache
+def language() -> Any:
+    """TLX for kernels to name; None where it is missing, and then no kernel may reach those names."""
+    return importlib.import_module(NAME) if available() else None

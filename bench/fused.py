@@ -1,0 +1,118 @@
+"""Long runs in one launch beside accumulating and applying apart: GPU time of the kernels that long runs take, in turn,
+and whether both leave the same weights."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from bench import tables
+from bench.device_time import profile_calls, short_name
+from bench.measure import FLUSH_BYTES, _make_grad
+from bench.providers import Fbtriton
+from bench.workloads import Workload, make_requests
+from fbtriton import tlx
+from fbtriton.config import FusedConfig, force_config
+
+KERNELS = (
+    "expand_kernel", "grad_accum_kernel", "add_groups_kernel", "apply_kernel", "clear_rows_kernel",
+    "fused_long_run_kernel",
+)  # fmt: skip
+APART = "apart"
+REPETITIONS = 2
+REQUESTS = 4
+
+
+def variants(block_dims: tuple[int, ...]) -> dict[str, FusedConfig | bool]:
+    """What this GPU and this Triton can run, by name."""
+    clc = tlx.available() and torch.cuda.get_device_capability()[0] >= 10
+    reduce = tlx.available() and torch.cuda.get_device_capability()[0] >= 9
+    found: dict[str, FusedConfig | bool] = {APART: False}
+    for programs in (16, 32):
+        found[f"slots, {programs} programs"] = FusedConfig(programs_per_multiprocessor=programs)
+    if reduce:
+        found["TMA, 32 programs"] = FusedConfig(reduce=True)
+    for tiles in (32, 64, 128) if clc else ():
+        found[f"slots, CLC, {tiles} tiles"] = FusedConfig(clc=True, programs_per_multiprocessor=tiles)
+        found[f"TMA, CLC, {tiles} tiles"] = FusedConfig(clc=True, reduce=True, programs_per_multiprocessor=tiles)
+    return {name: v for name, v in found.items() if isinstance(v, bool) or v.fits(block_dims)}
+
+
+def _step(provider: Fbtriton, fused: Any, request: Any, grad: torch.Tensor) -> None:
+    with force_config(fused=fused):
+        provider.backward(provider.forward(request), grad)
+
+
+def measure(workload: Workload, ids: str) -> dict[str, dict[str, Any]]:
+    """For each variant the median GPU time of every kernel and of all, us, and rows that differ from the others'."""
+    device = torch.device("cuda")
+    provider = Fbtriton(workload, ids, "", device, 1)
+    module = provider.module
+    requests = make_requests(workload, REQUESTS, 1, device, ids)
+    grad = _make_grad(workload, 1, device, provider.output_dtype)
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    choices = variants(tuple(bucket.block_dim for bucket in module.spec.layout.buckets))
+    differing = _differing(provider, choices, requests[0], grad)
+    turns = [(name, request) for _ in range(REPETITIONS) for request in requests for name in choices]
+    calls = [partial(_step, provider, choices[name], request, grad) for name, request in turns]
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in choices}
+    for (name, _), events in zip(turns, profile_calls(calls, buffer.zero_), strict=True):
+        sums: dict[str, float] = defaultdict(float)
+        for event in events:
+            sums[short_name(event.name)] += event.duration
+        sums["long runs"] = sum(sums[kernel] for kernel in KERNELS)
+        for kernel, us in sums.items():
+            samples[name][kernel].append(us)
+    return {
+        name: {kernel: round(statistics.median(us), 2) for kernel, us in found.items()}
+        | {"differing weights": differing[name]}
+        for name, found in samples.items()
+    }
+
+
+def _differing(provider: Fbtriton, choices: dict[str, Any], request: Any, grad: torch.Tensor) -> dict[str, int | None]:
+    """Elements of the weights that come out otherwise than apart, or None if memory is short. Compiles, too."""
+    module = provider.module
+    if 3 * module.weights.nbytes > torch.cuda.mem_get_info()[1]:
+        for fused in choices.values():
+            _step(provider, fused, request, grad)
+        return dict.fromkeys(choices)
+    saved = [tensor.clone() for tensor in module.buffers()]
+    found: dict[str, int | None] = {}
+    expected = None
+    for name, fused in choices.items():
+        for tensor, before in zip(module.buffers(), saved, strict=True):
+            tensor.copy_(before)
+        _step(provider, fused, request, grad)
+        if expected is None:
+            expected = module.weights.clone()
+        found[name] = int((module.weights != expected).sum())
+    return found
+
+
+def fused_costs(workloads: list[Workload], ids: str, out: Path | None) -> None:
+    """Print the time of long runs in every variant, and write all kernels' if asked to."""
+    gpu = torch.cuda.get_device_name()
+    table = Table(title=f"long runs on {gpu}, {ids} ids: GPU time of their kernels, us (weights that differ)")
+    table.add_column("workload", no_wrap=True)
+    record: dict[str, Any] = {}
+    names: list[str] = []
+    for workload in workloads:
+        record[workload.name] = measure(workload, ids)
+        names += [name for name in record[workload.name] if name not in names]
+        torch.cuda.empty_cache()
+        if out:
+            out.write_text(json.dumps({"gpu": gpu, "ids": ids, "times": record}) + "\n")
+    for name in names:
+        table.add_column(name, justify="right")
+    for measured, times in record.items():
+        cells = [times.get(name) for name in names]
+        table.add_row(measured, *[f"{t['long runs']:.1f} ({t['differing weights']})" if t else "" for t in cells])
+    tables.console().print(table)
