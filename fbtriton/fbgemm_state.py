@@ -18,6 +18,8 @@ from fbtriton.fbgemm_names import FbgemmNames
 PLACES = ("dev", "host", "uvm")
 MEMORIES = {EmbeddingLocation.DEVICE: 0, EmbeddingLocation.HOST: 1}  # all others lie in unified memory
 SAME_TABLES = ("D_offsets", "rows_per_table", "hash_size_cumsum")  # differ if the tables do
+# FBGEMM 1.6 saves what it streams rows through, later releases do not. There is nothing in it.
+STREAMING = ("res_indices", "res_weights", "res_identities", "res_runtime_meta", "res_count", "res_copy_done")
 METADATA = "fbtriton_seed_and_step"
 
 
@@ -66,7 +68,7 @@ def load(
     given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if strict:
         missing += [prefix + name for name in expected if name not in given]
-        unexpected += [prefix + name for name in given if name not in expected]
+        unexpected += [prefix + name for name in given if name not in expected and name not in STREAMING]
     if module.bags.weights.is_meta:
         errors.append(f"{prefix}weights are on the meta device; give them memory first, with to_empty(device=...)")
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 import fbtriton
+from fbtriton.fbgemm_state import STREAMING
 from fbtriton.testing import make_batch
 
 OURS = fbtriton.SplitTableBatchedEmbeddingBagsCodegen
@@ -61,6 +62,16 @@ def build_like_cuda(library, **options):
     place = (library.EmbeddingLocation.DEVICE, library.ComputeDevice.CUDA)
     specs = [(*table, *place) for table in options.pop("tables", TABLES)]
     return build(library, embedding_specs=specs, device="cpu", **options)
+
+
+def fbgemm_state(theirs):
+    """FBGEMM's state_dict, without what only FBGEMM 1.6 saves."""
+    return {name: tensor for name, tensor in theirs.state_dict().items() if name not in STREAMING}
+
+
+def load_into_fbgemm(theirs, state):
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= set(STREAMING)
 
 
 def train(tbe, steps=3):

@@ -8,7 +8,15 @@ import warnings
 
 import pytest
 import torch
-from migration_cases import OPTIMIZERS, TABLES, build, build_like_cuda, train
+from migration_cases import (
+    OPTIMIZERS,
+    TABLES,
+    build,
+    build_like_cuda,
+    fbgemm_state,
+    load_into_fbgemm,
+    train,
+)
 from test_fbgemm_api import assert_same_tables
 
 import fbtriton
@@ -28,6 +36,7 @@ from fbtriton import (
     SparseType,
     WeightDecayMode,
 )
+from fbtriton.fbgemm_state import STREAMING
 
 COUNTING = ("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB")
 TRAINED = [name for name in OPTIMIZERS if name != "NONE"]
@@ -327,7 +336,7 @@ def tensors(tbe):
 def test_state_dict_loads_both_ways(name, fbgemm):
     """FBGEMM's keys, shapes and dtypes, and its states by name."""
     theirs, ours = (build_like_cuda(library, optimizer=library.OptimType[name]) for library in (fbgemm, fbtriton))
-    state, other = theirs.state_dict(), ours.state_dict()
+    state, other = fbgemm_state(theirs), ours.state_dict()
     assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in other.items()}
     if name not in ("NONE", "LARS_SGD"):
         keys = [[(key, value.shape) for key, value in table.items()] for table in theirs.get_optimizer_state()]
@@ -337,7 +346,7 @@ def test_state_dict_loads_both_ways(name, fbgemm):
     assert all(map(torch.equal, tensors(ours), tensors(theirs)))
     fill(ours, 8)
     assert not any(map(torch.equal, tensors(ours), tensors(theirs)))
-    theirs.load_state_dict(ours.state_dict())
+    load_into_fbgemm(theirs, ours.state_dict())
     assert len(tensors(ours)) == len(tensors(theirs)) and all(map(torch.equal, tensors(ours), tensors(theirs)))
 
 
@@ -355,8 +364,17 @@ def test_state_dict_with_bf16_states_loads_both_ways(fbgemm):
     assert ours.momentum2_dev.dtype == torch.bfloat16
     assert all(map(torch.equal, tensors(ours), tensors(theirs)))
     fill(ours, 8)
-    theirs.load_state_dict(ours.state_dict())
+    load_into_fbgemm(theirs, ours.state_dict())
     assert all(map(torch.equal, tensors(ours), tensors(theirs)))
+
+
+def test_buffers_that_only_fbgemm_1_6_saves_are_passed_over():
+    tbe, other = (build(fbtriton, optimizer=OptimType.ADAM) for _ in range(2))
+    train(tbe, 1)
+    other.load_state_dict(tbe.state_dict() | {name: torch.zeros(0) for name in STREAMING})
+    assert_same_tables(tbe, other)
+    with pytest.raises(RuntimeError, match="Unexpected key.*res_other"):
+        other.load_state_dict(tbe.state_dict() | {"res_other": torch.zeros(0)})
 
 
 @pytest.mark.parametrize("name", TRAINED)
