@@ -259,20 +259,21 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
 
         Raises, mutates: as `fbtriton.functional.table_batched_embedding_bags`. Does not wait for the device.
         """
-        batch_sizes, spec = batch_size_per_feature_per_rank, self.bags.spec
+        bags = self.bags
+        batch_sizes, spec = batch_size_per_feature_per_rank, bags.spec
         check_vbe_output(vbe_output, vbe_output_offsets, batch_sizes, spec.torch_output_dtype)
         if feature_requires_grad is not None and per_sample_weights is not None:
             per_sample_weights = without_some_gradients(
                 per_sample_weights, feature_requires_grad, offsets, batch_sizes, len(spec.feature_tables)
             )
         unique = total_unique_indices if self._kind is EmbOptimType.NONE else None
-        output = self.bags.forward(
+        output = bags.forward(
             indices, offsets, per_sample_weights, batch_sizes=batch_sizes, total_unique_indices=unique
         )
         if not torch.compiler.is_compiling():
-            self.step += 1
+            self.__dict__["step"] += 1  # nn.Module's setattr would cost a microsecond
             if spec.bounds_check == "warning":
-                self._messages.after_forward(self.bags.bounds_check_report)
+                self._messages.after_forward(bags.bounds_check_report)
         if vbe_output is not None and vbe_output_offsets is not None and batch_sizes is not None:
             output = write_vbe_output(output, vbe_output, vbe_output_offsets, batch_sizes, spec.layout.feature_dims)
         return output

@@ -127,12 +127,16 @@ def test_views_share_memory():
 
 
 def test_weights_can_be_replaced():
-    """The next forward uses what weights_host is then."""
+    """The next forward uses what weights_host is then, and its backward trains that."""
     tbe = make()
     batch = batch_for(tbe)
-    tbe.weights_host = tbe.weights_host * 2
+    given = tbe.weights_host * 2
+    tbe.weights_host = given
     doubled = tbe(batch.indices, batch.offsets)
     assert torch.equal(doubled, make()(batch.indices, batch.offsets) * 2)
+    before = given.clone()
+    doubled.sum().backward()
+    assert not torch.equal(given, before) and tbe.weights_host.data_ptr() == given.data_ptr()
     with pytest.raises(ValueError, match="weights_dev must stay empty"):
         tbe.weights_dev = tbe.weights_host
 
