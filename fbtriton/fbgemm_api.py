@@ -35,8 +35,8 @@ from fbtriton.fbgemm_arguments import (
     place_tables,
     refuse,
     refuse_extra_optimizer_config,
-    refuse_state_dtypes,
-    warn_of_unused_weight_decay,
+    state_dtypes_of,
+    warn_of_unused,
 )
 from fbtriton.fbgemm_caches import WithoutCaches
 from fbtriton.fbgemm_inputs import check_vbe_output, without_some_gradients, write_vbe_output
@@ -71,7 +71,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             CPU, whose tensors run the PyTorch reference. Any dim >= 1.
         feature_table_map: the table of each feature; default one feature for each table. Features may share a table.
         weights_precision, output_dtype: FP32, FP16 or BF16.
-        optimizer: EXACT_SGD or EXACT_ROWWISE_ADAGRAD.
+        optimizer: EXACT_SGD, LARS_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
+            PARTIAL_ROWWISE_LAMB, or NONE, which gives `weights_dev` (or `weights_host`) a sparse gradient.
         stochastic_rounding: of updated FP16 and BF16 rows.
         learning_rate, eps, weight_decay, ...: the optimizer's numbers, read where the optimizer has them.
         pooling_mode: SUM, MEAN, or NONE: a row of the output for every id, for tables of one dim.
@@ -79,7 +80,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         bounds_check_mode: WARNING counts and repairs, IGNORE repairs, FATAL stops, NONE promises valid input.
         table_names: shown in messages.
         managed_as_device: place tables of location MANAGED and MANAGED_CACHING in device memory; else they are refused.
-        initial_accumulator_value: row-wise Adagrad's accumulator at the start.
+        initial_accumulator_value: the accumulators of both Adagrads at the start.
         fused_bounds_check, bag_size_hints, frozen_tables: see `TableBatchedEmbeddingBags`.
 
     Weights start at zero. The same inputs give bitwise the same weights on every run.
@@ -164,7 +165,6 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             uvm_non_rowwise_momentum=(uvm_non_rowwise_momentum and not managed_as_device, False),
         )
         refuse_extra_optimizer_config(extra_optimizer_config)
-        refuse_state_dtypes(optimizer_state_dtypes)
         for name, dtype in (
             ("embedding_table_index_type", embedding_table_index_type),
             ("embedding_table_offset_type", embedding_table_offset_type),
@@ -188,12 +188,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             eta=eta,
             momentum=momentum,
         )
-        warn_of_unused_weight_decay(self._kind, self.optimizer_args)
-        self._initial_accumulator = initial_accumulator_value
+        self._start = (initial_accumulator_value, state_dtypes_of(self._kind, optimizer_state_dtypes))
+        made = make_optimizer(self._kind, learning_rate, self.optimizer_args, *self._start)
+        warn_of_unused(self._kind, self.optimizer_args)
         bounds_check, self.bounds_check_version = bounds_check_of(bounds_check_mode)
         self.bags = Bags(
             placement.tables,
-            optimizer=make_optimizer(self._kind, learning_rate, self.optimizer_args, initial_accumulator_value),
+            optimizer=made,
             feature_table_map=feature_table_map,
             pooling=POOLINGS[pooling],
             weights_dtype=float_dtype("weights_precision", weights_precision),
@@ -248,7 +249,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             batch_size_per_feature_per_rank: [F][ranks] batch sizes, which may differ between features (VBE).
             vbe_output, vbe_output_offsets: where to write the output of VBE: a contiguous tensor of the output's dtype,
                 and [ranks, F] int64 first elements in it. vbe_output is written in place and returned.
-            total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: have no effect on the result.
+            total_unique_indices: with optimizer NONE the number of different rows in the batch; not given, the backward
+                waits for the device to know it. Other optimizers do not read it.
+            hash_zch_identities, hash_zch_runtime_meta: have no effect on the result.
 
         Returns:
             [B, sum of feature dims] of output_dtype; for VBE one dimension: rank by rank, feature by feature, sample by
@@ -256,17 +259,21 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
 
         Raises, mutates: as `fbtriton.functional.table_batched_embedding_bags`. Does not wait for the device.
         """
-        batch_sizes, spec = batch_size_per_feature_per_rank, self.bags.spec
+        bags = self.bags
+        batch_sizes, spec = batch_size_per_feature_per_rank, bags.spec
         check_vbe_output(vbe_output, vbe_output_offsets, batch_sizes, spec.torch_output_dtype)
         if feature_requires_grad is not None and per_sample_weights is not None:
             per_sample_weights = without_some_gradients(
                 per_sample_weights, feature_requires_grad, offsets, batch_sizes, len(spec.feature_tables)
             )
-        output = self.bags.forward(indices, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        unique = total_unique_indices if self._kind is EmbOptimType.NONE else None
+        output = bags.forward(
+            indices, offsets, per_sample_weights, batch_sizes=batch_sizes, total_unique_indices=unique
+        )
         if not torch.compiler.is_compiling():
-            self.step += 1
+            self.__dict__["step"] += 1  # nn.Module's setattr would cost a microsecond
             if spec.bounds_check == "warning":
-                self._messages.after_forward(self.bags.bounds_check_report)
+                self._messages.after_forward(bags.bounds_check_report)
         if vbe_output is not None and vbe_output_offsets is not None and batch_sizes is not None:
             output = write_vbe_output(output, vbe_output, vbe_output_offsets, batch_sizes, spec.layout.feature_dims)
         return output
@@ -280,8 +287,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
         return self.learning_rate_tensor.item()
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next forward and its backward; ValueError unless it is a finite number >= 0."""
-        self.update_hyper_parameters({"lr": lr})
+        """Set the learning rate of the next forward and its backward; ValueError unless it is a finite number >= 0,
+        NotImplementedError with optimizer NONE."""
+        self._needs_optimizer("set_learning_rate")
+        if lr != self.bags.optimizer.hyperparameters[0]:
+            self.update_hyper_parameters({"lr": lr})
 
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
         """Set numbers of the optimizer for the next forward and its backward.
@@ -291,26 +301,30 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
                 the optimizer does not have are kept and have no effect.
 
         Raises:
-            NotImplementedError: another name. ValueError: a number is out of range. Then nothing is changed.
+            NotImplementedError: another name, or optimizer NONE. ValueError: a number is out of range. Then nothing is
+                changed.
         """
+        self._needs_optimizer("update_hyper_parameters")
         given: dict[str, Any] = dict(params_dict)
         for name in given:
             if name not in UPDATABLE:
                 raise NotImplementedError(f"params_dict must have names of {', '.join(UPDATABLE)}, got {name!r}")
-        lr = given.pop("lr", None)
+        lr = given.pop("lr", self.bags.optimizer.hyperparameters[0])
         given.pop("lower_bound", None)  # of global weight decay, which no optimizer here has
         args = self.optimizer_args._replace(**given)
-        optimizer = make_optimizer(
-            self._kind, self.get_learning_rate() if lr is None else lr, args, self._initial_accumulator
-        )
+        optimizer = make_optimizer(self._kind, lr, args, *self._start)
         for number, value in enumerate(optimizer.hyperparameters):
             if value != self.bags.optimizer.hyperparameters[number]:
                 self.bags.hyperparameters[number] = value
         self.bags.optimizer, self.optimizer_args = optimizer, args
-        self.learning_rate_tensor.fill_(optimizer.hyperparameters[0])
+        self.learning_rate_tensor.fill_(lr)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of steps done, in place."""
+        """Set the number of steps done, in place: the t of Adam and LAMB, else the step of stochastic rounding.
+        ValueError unless it is an integer >= 0, NotImplementedError with optimizer NONE."""
+        self._needs_optimizer("set_optimizer_step")
+        if step < 0 or int(step) != step:
+            raise ValueError(f"step must be an integer >= 0, got {step!r}")
         self.iter[0] = step
 
     def prepare_inputs(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,19 @@ from fbtriton.enums import (
     member_of,
 )
 from fbtriton.layout import Table
-from fbtriton.optim import SGD, Optimizer, RowwiseAdagrad
+from fbtriton.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Lamb,
+    LarsSGD,
+    NoOptimizer,
+    Optimizer,
+    PartialRowwiseAdam,
+    PartialRowwiseLamb,
+    RowwiseAdagrad,
+    check_range,
+)
 
 BOUNDS_CHECKS = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "off"}
 MANAGED = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
@@ -46,46 +57,107 @@ class OptimizerArgs(NamedTuple):
     momentum: float
 
 
-def make_optimizer(kind: EmbOptimType, learning_rate: float, args: OptimizerArgs, initial: float) -> Optimizer:
+# Our class of each of FBGEMM's optimizers, and the arguments that become its numbers, under the same names.
+MOMENTS = ("beta1", "beta2", "eps", "weight_decay")
+OPTIMIZERS: dict[EmbOptimType, tuple[type[Optimizer], tuple[str, ...]]] = {
+    EmbOptimType.EXACT_SGD: (SGD, ()),
+    EmbOptimType.LARS_SGD: (LarsSGD, ("momentum", "eta", "weight_decay")),
+    EmbOptimType.EXACT_ADAGRAD: (Adagrad, ("eps",)),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (RowwiseAdagrad, ("eps", "weight_decay", "max_norm")),
+    EmbOptimType.ADAM: (Adam, MOMENTS),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: (PartialRowwiseAdam, MOMENTS),
+    EmbOptimType.LAMB: (Lamb, MOMENTS),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: (PartialRowwiseLamb, MOMENTS),
+    EmbOptimType.NONE: (NoOptimizer, ()),
+}
+ADAGRADS = (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)  # start from initial_accumulator_value
+ADAMS = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)  # may keep their states in bf16
+DECAYS = {WeightDecayMode.NONE: "none", WeightDecayMode.L2: "l2", WeightDecayMode.DECOUPLE: "decoupled"}
+StateDtypes = tuple[torch.dtype, torch.dtype]  # of momentum1 and momentum2
+
+
+def make_optimizer(
+    kind: EmbOptimType, learning_rate: float, args: OptimizerArgs, initial: float, state_dtypes: StateDtypes
+) -> Optimizer:
     """The optimizer that FBGEMM's arguments describe.
 
     Args:
         kind: FBGEMM's optimizer.
-        initial: value of row-wise Adagrad's accumulator at the start.
+        initial: value of Adagrad's accumulators at the start.
+        state_dtypes: from `state_dtypes_of`.
 
     Raises:
         NotImplementedError: the optimizer, or what is asked of it, does not exist here.
         ValueError: a number is out of range, or means nothing for this optimizer.
     """
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate!r}")
-    if args.gradient_clipping:
-        raise NotImplementedError("gradient_clipping=True is not supported")
-    if args.max_norm != 0:
-        raise NotImplementedError(f"max_norm={args.max_norm} is not supported, expected 0")
-    if initial != 0 and kind is not EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        raise ValueError(f"initial_accumulator_value must be 0 with optimizer {kind.name}, got {initial}")
-    if kind is EmbOptimType.EXACT_SGD:
-        return SGD(learning_rate)
+    if kind not in OPTIMIZERS:
+        known = ", ".join(each.name for each in OPTIMIZERS)
+        raise NotImplementedError(f"optimizer={kind.name} is not supported, expected one of {known}")
+    mode = WeightDecayMode(args.weight_decay_mode)
+    if mode not in DECAYS:
+        known = ", ".join(each.name for each in DECAYS)
+        raise NotImplementedError(f"weight_decay_mode={mode.name} is not supported, expected one of {known}")
+    check_range("learning_rate", learning_rate)
+    if args.gradient_clipping and not args.max_gradient > 0:
+        raise ValueError(f"max_gradient must be > 0 with gradient_clipping, got {args.max_gradient!r}")
+    made, names = OPTIMIZERS[kind]
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options["max_gradient"] = args.max_gradient if args.gradient_clipping else 0.0
+    if kind is not EmbOptimType.NONE:
+        options["lr"] = learning_rate
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        if args.weight_decay_mode != WeightDecayMode.NONE:
-            mode = WeightDecayMode(args.weight_decay_mode).name
-            raise NotImplementedError(f"weight_decay_mode={mode} is not supported, expected NONE")
-        return RowwiseAdagrad(learning_rate, args.eps, initial)
-    raise NotImplementedError(f"optimizer={kind.name} is not supported, expected EXACT_SGD or EXACT_ROWWISE_ADAGRAD")
+        options["weight_decay_mode"] = DECAYS[mode]
+        if mode is WeightDecayMode.NONE:
+            options["weight_decay"] = 0.0
+    if kind in ADAMS:
+        options["exp_avg_dtype"], options["exp_avg_sq_dtype"] = state_dtypes
+    if kind in ADAGRADS:
+        check_range("initial_accumulator_value", initial)
+        options["initial_accumulator"] = initial
+    elif initial != 0:
+        raise ValueError(f"initial_accumulator_value must be 0 with optimizer {kind.name}, got {initial}")
+    return made(**options)
 
 
-def warn_of_unused_weight_decay(kind: EmbOptimType, args: OptimizerArgs) -> None:
-    """FBGEMM ignores weight_decay where the optimizer, or the mode, has none. So do we, but not in silence."""
-    unused = kind in (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD) or (
-        kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and args.weight_decay_mode == WeightDecayMode.NONE
-    )
-    if unused and args.weight_decay != 0:
-        mode = WeightDecayMode(args.weight_decay_mode).name
+def state_dtypes_of(kind: EmbOptimType, dtypes: dict[str, Any] | None) -> StateDtypes:
+    """What `optimizer_state_dtypes` asks for: FP32, or with ADAM and PARTIAL_ROWWISE_ADAM BF16.
+
+    Raises:
+        NotImplementedError: another dtype. ValueError: the name of a state that no optimizer has.
+    """
+    result = {"momentum1": torch.float32, "momentum2": torch.float32}
+    for state, value in (dtypes or {}).items():
+        if state not in result:
+            raise ValueError(f"optimizer_state_dtypes must have names of {', '.join(result)}, got {state!r}")
+        name = f"optimizer_state_dtypes[{state!r}]"
+        dtype = float_dtype(name, value)
+        if dtype == torch.float16 or (dtype == torch.bfloat16 and kind not in ADAMS):
+            expected = "FP32 or BF16" if kind in ADAMS else "FP32"
+            raise NotImplementedError(
+                f"{name}={value.name} is not supported with optimizer {kind.name}, expected {expected}"
+            )
+        result[state] = dtype
+    return result["momentum1"], result["momentum2"]
+
+
+def warn_of_unused(kind: EmbOptimType, args: OptimizerArgs) -> None:
+    """FBGEMM ignores numbers that the optimizer, or the weight decay mode, does not have. So do we, but for those that
+    limit the weights not in silence."""
+    mode = WeightDecayMode(args.weight_decay_mode)
+    _, names = OPTIMIZERS[kind]
+    unused = []
+    if args.max_norm != 0 and "max_norm" not in names:
+        unused.append(f"max_norm={args.max_norm}")
+    if args.weight_decay != 0:
+        by_mode = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        if "weight_decay" not in names or (by_mode and mode is WeightDecayMode.NONE):
+            unused.append(f"weight_decay={args.weight_decay}")
+        elif mode is not WeightDecayMode.NONE and not by_mode:
+            unused.append(f"weight_decay_mode={mode.name}")
+    for number in unused:
         warnings.warn(
-            f"weight_decay={args.weight_decay} has no effect with optimizer {kind.name} and weight_decay_mode {mode},"
-            " as in FBGEMM",
-            stacklevel=4,
+            f"{number} has no effect with optimizer {kind.name} and weight_decay_mode {mode.name}, as in FBGEMM",
+            stacklevel=3,
         )
 
 
@@ -196,10 +268,3 @@ def refuse_extra_optimizer_config(config: Any) -> None:
             raise NotImplementedError(
                 f"extra_optimizer_config: {field.name}={getattr(config, field.name)!r} is not supported, expected False"
             )
-
-
-def refuse_state_dtypes(dtypes: dict[str, Any] | None) -> None:
-    """Optimizer states are fp32."""
-    for state, dtype in (dtypes or {}).items():
-        if member_of(SparseType, f"optimizer_state_dtypes[{state!r}]", dtype) is not SparseType.FP32:
-            raise NotImplementedError(f"optimizer_state_dtypes[{state!r}]={dtype.name} is not supported, expected FP32")

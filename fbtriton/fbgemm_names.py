@@ -20,6 +20,7 @@ from fbtriton.bounds_check import BoundsReport
 from fbtriton.enums import SPARSE_TYPE_NUMBERS, EmbeddingLocation
 from fbtriton.fbgemm_caches import register_empty_buffers
 from fbtriton.module import TableBatchedEmbeddingBags
+from fbtriton.optim import NoOptimizer
 
 PLACE_NUMBERS = {"dev": EmbeddingLocation.DEVICE, "host": EmbeddingLocation.HOST}
 MOMENTA = ("momentum1", "momentum2")
@@ -133,6 +134,10 @@ class FbgemmNames(nn.Module):
         """FBGEMM's names of the weights and of each state that there is."""
         return ["weights", *MOMENTA[: len(self.bags.optimizer.states)]]
 
+    def _needs_optimizer(self, method: str) -> None:
+        if isinstance(self.bags.optimizer, NoOptimizer):
+            raise NotImplementedError(f"{method} is not supported with optimizer NONE")
+
     def _name_in_bags(self, prefix: str) -> str | None:
         """Our name of "weights" or of a momentum; None if the optimizer has no such state."""
         if prefix not in self.prefixes:
@@ -156,16 +161,21 @@ class FbgemmNames(nn.Module):
         return self.bags.split_embedding_weights()
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """For each table its states, views [rows] or [rows, dim]; an empty list if the optimizer has none."""
+        """For each table its states, views [rows] or [rows, dim]; an empty list if the optimizer has none.
+        NotImplementedError with optimizer NONE."""
+        self._needs_optimizer("split_optimizer_states")
         return self.bags.split_optimizer_states() if self.bags.optimizer.states else []
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """For each table its states by name, the same views; an empty list if the optimizer has none."""
+        """For each table its states by name, the same views; an empty list if the optimizer has none.
+        NotImplementedError with optimizer NONE."""
         names = [state.name for state in self.bags.optimizer.states]
         return [dict(zip(names, states, strict=True)) for states in self.split_optimizer_states()]
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """The buffer of that name, such as "momentum1_dev"; ValueError if there is none."""
+        """The buffer of that name, such as "momentum1_dev"; ValueError if there is none, NotImplementedError with
+        optimizer NONE."""
+        self._needs_optimizer("get_optimizer_buffer")
         buffer = getattr(self, state, None)
         if not isinstance(buffer, Tensor):
             raise ValueError(f"state must be the name of a buffer, got {state!r}")
@@ -190,8 +200,10 @@ class FbgemmNames(nn.Module):
 
     @property
     def iter(self) -> Tensor:
-        """[1] int64 on the device, a view: backwards that have updated rows."""
-        return self.bags.seed_and_step[1:]
+        """[1] int64 on the device, set by `set_optimizer_step`: forwards with gradients on, which Adam and LAMB count;
+        with other optimizers a view of the step of stochastic rounding, the backwards that have updated rows."""
+        count = self.bags.iter
+        return self.bags.seed_and_step[1:] if count is None else count
 
     @property
     def bounds_check_warning(self) -> Tensor:
@@ -212,9 +224,11 @@ class FbgemmNames(nn.Module):
         self.bags.freeze_tables(tables)
 
     @property
-    def placeholder_autograd_tensor(self) -> Tensor | None:
-        """The empty parameter that autograd differentiates; None if the weights themselves get a gradient."""
-        return self.bags.anchor
+    def placeholder_autograd_tensor(self) -> Tensor:
+        """The empty parameter that autograd differentiates; with optimizer NONE, where that is the weights, any empty
+        tensor."""
+        anchor = self.bags.anchor
+        return torch.empty(0, device=self.current_device) if anchor is None else anchor
 
     @property
     def current_device(self) -> torch.device:

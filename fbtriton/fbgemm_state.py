@@ -18,6 +18,8 @@ from fbtriton.fbgemm_names import FbgemmNames
 PLACES = ("dev", "host", "uvm")
 MEMORIES = {EmbeddingLocation.DEVICE: 0, EmbeddingLocation.HOST: 1}  # all others lie in unified memory
 SAME_TABLES = ("D_offsets", "rows_per_table", "hash_size_cumsum")  # differ if the tables do
+# FBGEMM 1.6 saves what it streams rows through, later releases do not. There is nothing in it.
+STREAMING = ("res_indices", "res_weights", "res_identities", "res_runtime_meta", "res_count", "res_copy_done")
 METADATA = "fbtriton_seed_and_step"
 
 
@@ -30,11 +32,9 @@ def _without_padding(views: list[Tensor], flat: Tensor) -> Tensor:
 
 def saved_tensors(module: FbgemmNames) -> dict[str, Tensor]:
     """What `state_dict` has, under FBGEMM's keys."""
-    tensors: dict[str, Tensor] = {}
-    if module.placeholder_autograd_tensor is not None:
-        tensors["placeholder_autograd_tensor"] = module.placeholder_autograd_tensor
-    names = (*SAME_TABLES, "bounds_check_warning", "feature_dims", "table_wise_cache_miss", "lxu_cache_weights")
-    tensors |= {name: getattr(module, name) for name in names}
+    names = ["placeholder_autograd_tensor", *SAME_TABLES, "bounds_check_warning", "feature_dims"]
+    names += ["table_wise_cache_miss", "lxu_cache_weights", *["iter"] * module.bags.optimizer.counts_iterations]
+    tensors: dict[str, Tensor] = {name: getattr(module, name) for name in names}
     for prefix in module.prefixes:
         views = module.views_of(prefix)
         flat = _without_padding(views, getattr(module, f"{prefix}_{module.place}"))
@@ -68,7 +68,7 @@ def load(
     given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if strict:
         missing += [prefix + name for name in expected if name not in given]
-        unexpected += [prefix + name for name in given if name not in expected]
+        unexpected += [prefix + name for name in given if name not in expected and name not in STREAMING]
     if module.bags.weights.is_meta:
         errors.append(f"{prefix}weights are on the meta device; give them memory first, with to_empty(device=...)")
         return
@@ -80,6 +80,11 @@ def load(
         names = [f"{kind}_{part}" for part in (*PLACES, "placements", "offsets")]
         if all(name in given for name in names):
             errors += _load_tables(module, kind, [given[name] for name in names], prefix)
+    if "iter" in expected and "iter" in given:
+        if given["iter"].numel() == 1:
+            module.iter.fill_(int(given["iter"]))
+        else:
+            errors.append(f"size mismatch for {prefix}iter: expected one number, got {list(given['iter'].shape)}")
     seed_and_step = local_metadata.get(METADATA)
     if seed_and_step is not None:
         module.bags.seed_and_step.copy_(torch.tensor(seed_and_step))

@@ -247,18 +247,20 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             ValueError: see `fbtriton.functional.table_batched_embedding_bags`.
         """
+        held: dict[str, Any] = self._buffers  # as attributes they cost a microsecond each
+        anchor = self._parameters["anchor"]
         return table_batched_embedding_bags(
-            self._flat_weights,
+            self._flat_weights if anchor is None else held["weights"],
             indices,
             offsets,
             per_sample_weights,
             spec=self.spec,
-            states=self._states,
-            hyperparameters=self.hyperparameters,
-            seed_and_step=self.seed_and_step,
-            anchor=self.weights if self.anchor is None else self.anchor,
-            bounds_report=self.bounds_check_report,
-            iteration=self.iter,
+            states=[held[state.name] for state in self.optimizer.states],
+            hyperparameters=held["hyperparameters"],
+            seed_and_step=held["seed_and_step"],
+            anchor=self.weights if anchor is None else anchor,
+            bounds_report=held["bounds_check_report"],
+            iteration=held["iter"],
             batch_sizes=batch_sizes,
             total_unique_indices=total_unique_indices,
         )

@@ -6,12 +6,17 @@ from pathlib import Path
 import torch
 
 import fbtriton
+from fbtriton.fbgemm_state import STREAMING
 from fbtriton.testing import make_batch
 
 OURS = fbtriton.SplitTableBatchedEmbeddingBagsCodegen
 TABLES = ((11, 8), (7, 8), (5, 8))
 FEATURES = [0, 0, 1, 2]
 PROMISED = 1e-5  # as in test_parity.py
+ON_FBGEMMS_CPU = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
+OPTIMIZERS = (
+    *ON_FBGEMMS_CPU, "LARS_SGD", "ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "NONE",
+)  # fmt: skip
 VERDICTS = {"same", "better", "no effect", "error"}
 
 
@@ -49,6 +54,24 @@ def build(library, name=None, value=None, tables=TABLES, **options):
     for number, view in enumerate(tbe.split_embedding_weights()):
         view.detach().copy_(torch.rand(view.shape, generator=torch.Generator().manual_seed(number)))
     return tbe
+
+
+def build_like_cuda(library, **options):
+    """As `build`, of tables for CUDA. With any optimizer FBGEMM places those in whatever memory it is told to: here the
+    CPU's, where its module cannot train, but holds states, and saves and loads them."""
+    place = (library.EmbeddingLocation.DEVICE, library.ComputeDevice.CUDA)
+    specs = [(*table, *place) for table in options.pop("tables", TABLES)]
+    return build(library, embedding_specs=specs, device="cpu", **options)
+
+
+def fbgemm_state(theirs):
+    """FBGEMM's state_dict, without what only FBGEMM 1.6 saves."""
+    return {name: tensor for name, tensor in theirs.state_dict().items() if name not in STREAMING}
+
+
+def load_into_fbgemm(theirs, state):
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= set(STREAMING)
 
 
 def train(tbe, steps=3):

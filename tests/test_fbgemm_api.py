@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from migration_cases import fbgemm_state, load_into_fbgemm
 
 import fbtriton
 from fbtriton import ComputeDevice, EmbeddingLocation, OptimType, SparseType
@@ -126,12 +127,16 @@ def test_views_share_memory():
 
 
 def test_weights_can_be_replaced():
-    """The next forward uses what weights_host is then."""
+    """The next forward uses what weights_host is then, and its backward trains that."""
     tbe = make()
     batch = batch_for(tbe)
-    tbe.weights_host = tbe.weights_host * 2
+    given = tbe.weights_host * 2
+    tbe.weights_host = given
     doubled = tbe(batch.indices, batch.offsets)
     assert torch.equal(doubled, make()(batch.indices, batch.offsets) * 2)
+    before = given.clone()
+    doubled.sum().backward()
+    assert not torch.equal(given, before) and tbe.weights_host.data_ptr() == given.data_ptr()
     with pytest.raises(ValueError, match="weights_dev must stay empty"):
         tbe.weights_dev = tbe.weights_host
 
@@ -235,7 +240,7 @@ def test_fbgemm_ten_steps_and_state_dict_both_ways(fbgemm, pooling, optimizer):
     for number in range(2):
         for step, (expected, actual) in enumerate(zip(train(theirs, 10), train(ours, 10), strict=True)):
             assert_close(actual, expected, tolerance=PROMISED, name=f"output {step}")
-        state, other = theirs.state_dict(), ours.state_dict()
+        state, other = fbgemm_state(theirs), ours.state_dict()
         assert set(state) == set(other)
         for name, tensor in state.items():
             assert (tensor.shape, tensor.dtype) == (other[name].shape, other[name].dtype), name
@@ -244,7 +249,7 @@ def test_fbgemm_ten_steps_and_state_dict_both_ways(fbgemm, pooling, optimizer):
             else:
                 assert torch.equal(tensor, other[name]), name
         if number == 0:
-            theirs.load_state_dict(other)
+            load_into_fbgemm(theirs, other)
             ours.load_state_dict(theirs.state_dict())
             assert_same_tables(ours, theirs)
 

@@ -6,7 +6,18 @@ import sys
 import pytest
 import torch
 
-from fbtriton import SGD, Adam, Lamb, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
+from fbtriton import (
+    SGD,
+    Adam,
+    ComputeDevice,
+    EmbeddingLocation,
+    Lamb,
+    OptimType,
+    RowwiseAdagrad,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    Table,
+    TableBatchedEmbeddingBags,
+)
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +102,34 @@ def test_graph_replay_equals_eager(optimizer, dtype):
         assert torch.equal(captured.seed_and_step, eager.seed_and_step)
         if optimizer.counts_iterations:
             assert captured.iter.tolist() == eager.iter.tolist() == [step + 1]
+
+
+def test_graph_sees_what_is_set_on_fbgemms_class():
+    """Adam's numbers and its step, between replays."""
+    specs = [(300, 64, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)]
+    warm, eager, captured = (SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=OptimType.ADAM) for _ in range(3))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 300, (1000,), generator=generator).cuda()
+    offsets = torch.arange(0, 1001, 10, device="cuda")
+    grad = (torch.rand(100, 64, generator=generator) - 0.5).cuda()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm(ids, offsets).backward(grad)  # compiles, outside of the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured(ids, offsets).backward(grad)
+    for step in range(3):
+        for tbe in (eager, captured):
+            tbe.update_hyper_parameters({"lr": 0.5 / (step + 1), "beta1": 0.5 + 0.1 * step, "weight_decay": 0.1 * step})
+            tbe.set_optimizer_step(10 * step)
+        graph.replay()
+        eager(ids, offsets).backward(grad)
+        assert captured.iter.tolist() == eager.iter.tolist() == [10 * step + 1]
+        assert torch.equal(captured.weights_dev, eager.weights_dev)
+        assert torch.equal(captured.momentum2_dev, eager.momentum2_dev)
+    assert bool(captured.weights_dev.any())
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

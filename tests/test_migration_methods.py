@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from migration_cases import OURS, PROMISED, build, plain, read_table, train
+from migration_cases import ON_FBGEMMS_CPU, OPTIMIZERS, OURS, PROMISED, build, build_like_cuda, plain, read_table, train
 
 import fbtriton
 from fbtriton.testing import assert_close
@@ -126,12 +126,16 @@ def is_public_data(tbe, name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_attributes_are_fbgemms(optimizer, fbgemm):
+    """After training, where FBGEMM trains on a CPU."""
     options = {"optimizer": fbgemm.OptimType[optimizer], "table_names": ["a", "b", "c"]}
     torch.use_deterministic_algorithms(False)
-    theirs, ours = (build(library, **options) for library in (fbgemm, fbtriton))
-    train(theirs), train(ours)
+    if optimizer in ON_FBGEMMS_CPU:
+        theirs, ours = (build(library, **options) for library in (fbgemm, fbtriton))
+        train(theirs), train(ours)
+    else:
+        theirs, ours = (build_like_cuda(library, **options) for library in (fbgemm, fbtriton))
     held = [*vars(theirs), *dict(theirs.named_buffers()), *dict(theirs.named_parameters())]
     names = {name for name in held if is_public_data(theirs, name)}
     assert names <= set(ATTRIBUTE_ROWS), f"no row for {sorted(names - set(ATTRIBUTE_ROWS))}"
@@ -149,6 +153,6 @@ def test_attributes_are_fbgemms(optimizer, fbgemm):
 
 def test_attributes_have_rows():
     """What the document promises is there, also without FBGEMM."""
-    tbe = build(fbtriton)
+    tbe = build(fbtriton, optimizer=fbtriton.OptimType.ADAM)
     for name, verdict in ATTRIBUTE_ROWS.items():
         assert hasattr(tbe, name) == (verdict != "error"), name

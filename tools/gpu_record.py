@@ -52,7 +52,7 @@ def read_results(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, dict[s
 
 def parity_group(name: str) -> str | None:
     """test_fbgemm_ten_steps[cuda-sgd-0.03125-sum-apart-...] -> ten steps, sgd; CUDA only."""
-    match = re.match(r"test_fbgemm_(\w+)\[cuda-(sgd|rowwise_adagrad)", name)
+    match = re.match(r"test_fbgemm_(\w+)\[cuda-(sgd|rowwise_adagrad|adam)", name)
     return f"{match[1].replace('_', ' ')}, {match[2]}" if match else None
 
 
