@@ -7,9 +7,9 @@ no copy of the ids is made. Offsets are repaired into a new tensor that the forw
 
 so bags never overlap, and entries past the last offset are padding that belongs to no bag.
 
-The offsets are looked at first, in one launch of CHUNKS programs, one for each chunk of neighbouring offsets. Then
-either a separate check repairs them and looks at the ids, or the forward does both while it gathers (fused): it
-finds the bad ids among those that it loads anyway, and repairs only if a chunk was bad.
+The offsets are looked at first, in one launch of at most CHUNKS programs, one for each chunk of neighbouring offsets.
+Then either a separate check repairs them and looks at the ids, or the forward does both while it gathers (fused): a bad
+id shows in the sum that it makes anyway, and offsets are repaired only if a chunk was bad.
 
 The report is one int64 device tensor: [bad ids, bad offsets, feature, sample, low and high half of the first bad id,
 1 if an offset was bad]. The four words of the first bad id are 0 without one; each holds 2^31 - 1 - (position of the
@@ -40,6 +40,7 @@ CHUNK_WORDS = -(-CHUNKS // 8)  # of a byte for each chunk
 CHUNK_COUNT = tl.constexpr(CHUNKS)
 CHUNK_BLOCK = 512  # offsets of one step, two for each lane: wider ones wait longer for their unaligned neighbours
 CHUNK_WARPS = 8
+LEAST_CHUNK = 16 if INTERPRET else 256  # offsets
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ def check_offsets_kernel(
     if is_bad > 0:
         tl.atomic_max(check.ever_bad, 1, sem="relaxed")
     tl.store(check.highest + program, tl.max(highest))
+    if program == 0:  # chunks without a program are not bad
+        number = tl.arange(0, CHUNK_COUNT)
+        tl.store(check.bad + number, tl.zeros([CHUNK_COUNT], tl.int8), mask=number >= tl.num_programs(0))
     if report_ptr is not None:
         if program == 0:
             tl.store(check.sealed, tl.load(report_ptr + 2))
@@ -253,8 +257,8 @@ def counting_report(report: Tensor | None, spec: OperatorSpec) -> Tensor | None:
 
 
 def chunk_size(num_offsets: int) -> int:
-    """Offsets in a chunk: a multiple of 16, so that chunks start where wide loads may."""
-    return triton.cdiv(triton.cdiv(num_offsets, CHUNKS), 16) * 16
+    """Offsets in a chunk: a multiple of 16, so that chunks start where wide loads may; few offsets make few chunks."""
+    return max(LEAST_CHUNK, triton.cdiv(triton.cdiv(num_offsets, CHUNKS), 16) * 16)
 
 
 def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCheck:
@@ -270,15 +274,16 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
         sealed=scratch[CHUNKS + CHUNK_WORDS :],
     )
     fatal = spec.bounds_check == "fatal"
+    chunk = chunk_size(offsets.numel())
     launch(
         check_offsets_kernel,
-        (CHUNKS,),
+        (triton.cdiv(offsets.numel(), chunk),),
         check=check,
         report_ptr=counting_report(report, spec),
         offsets_ptr=offsets,
         num_offsets=offsets.numel(),
         num_entries=bags.indices.numel(),
-        chunk=chunk_size(offsets.numel()),
+        chunk=chunk,
         BLOCK=CHUNK_BLOCK,
         FATAL=fatal,
         debug=fatal,

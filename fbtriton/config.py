@@ -340,7 +340,7 @@ def select_long_run(dim: int) -> LongRunConfig:
     warps = _warps_for(block_dim)
     rows, unroll = max(1, min(16, 256 // block_dim)), 4 if block_dim <= 256 else 2
     registers = _registers_for(block_dim, warps)
-    slots = max(1, min(16, 1024 // block_dim))
+    slots = max(1, min(16, 512 // block_dim))
     return LongRunConfig(rows_per_step=rows, unroll=unroll, slots_per_step=slots, num_warps=warps, registers=registers)
 
 

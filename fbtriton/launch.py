@@ -23,7 +23,6 @@ from fbtriton._triton import JITFunction
 from fbtriton.config import kernels_on_cpu
 
 ALIGNMENT = 16
-OPTIONS = ("num_warps", "maxnreg", "debug")
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -33,21 +32,21 @@ def _parameters(kernel: Any) -> tuple[tuple[str, bool, bool], ...]:
     return tuple((p.name, p.is_constexpr, not p.do_not_specialize) for p in kernel.params)
 
 
-def _describe(key: list[Any], value: Any, constant: bool, specialised: bool) -> None:
-    """Append to the key what of a value selects a variant."""
+def _describe(key: list[Any], value: Any, specialised: bool) -> None:
+    """Append to the key what of an argument that is not a constant selects a variant."""
     if isinstance(value, Tensor):
         key += (value.dtype, value.data_ptr() % ALIGNMENT == 0)
-    elif constant or value is None:
-        key.append(id(value) if isinstance(value, JITFunction) else value)
+    elif value is None:
+        key.append(None)
     elif isinstance(value, tuple):
-        key.append(type(value))
+        key.append(len(value))
         for item in value:
-            _describe(key, item, False, True)
+            _describe(key, item, True)
     elif isinstance(value, int):
         wide = not -(2**31) <= value < 2**31
         key.append((wide, value == 1, value % 16 == 0) if specialised else wide)
     else:
-        key.append(type(value))
+        raise TypeError(f"an argument must be a tensor, a tuple of them, an integer or None, got {value!r}")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -55,22 +54,28 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
     Args:
         kernel: a `@triton.jit` function whose global constants do not change.
-        arguments: all of the kernel's, and options of Triton, such as num_warps.
+        arguments: all of the kernel's, and of Triton's options num_warps, maxnreg and debug.
     """
     if kernels_on_cpu.get():
         kernel[grid](**arguments)
         return
-    key: list[Any] = [id(kernel), torch.cuda.current_device()]
-    for option in OPTIONS:
-        key.append(arguments.get(option))
+    get = arguments.get
+    key: list[Any] = [id(kernel), torch.cuda.current_device(), get("num_warps"), get("maxnreg"), get("debug")]
     values = []
     for name, constant, specialised in _parameters(kernel):
         value = arguments[name]
         values.append(value)
-        _describe(key, value, constant, specialised)
+        if constant:  # functions by identity: Triton hashes their source
+            key.append(id(value) if type(value) is JITFunction else value)
+        elif type(value) is Tensor:
+            key += (value.dtype, value.data_ptr() % ALIGNMENT == 0)
+        else:
+            _describe(key, value, specialised)
     variant = tuple(key)
     handle = _compiled.get(variant)
     if handle is None:
+        unknown = set(arguments) - {name for name, *_ in _parameters(kernel)} - {"num_warps", "maxnreg", "debug"}
+        assert not unknown, f"options that are not part of the key: {unknown}"
         _compiled[variant] = kernel[grid](**arguments)
     else:
         handle[(*grid, 1, 1)[:3]](*values)
