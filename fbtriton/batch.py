@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.config import select_entry, uses_kernels
+from fbtriton.config import cdiv, select_entry, uses_kernels
 from fbtriton.launch import launch
 from fbtriton.layout import OperatorSpec, VbeLayout
 from fbtriton.rows import upper_bound
@@ -144,7 +144,7 @@ def place_bags(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) 
         block = select_entry().block
         launch(
             place_bags_kernel,
-            (triton.cdiv(num_bags, block),),
+            (cdiv(num_bags, block),),
             vbe=vbe,
             segments=segments,
             num_segments=len(host.first_bag),

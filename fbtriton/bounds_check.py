@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.config import INTERPRET, EntryConfig, fixed_grid, select_entry, target_of
+from fbtriton.config import INTERPRET, EntryConfig, cdiv, fixed_grid, select_entry, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
 from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
@@ -258,7 +258,7 @@ def counting_report(report: Tensor | None, spec: OperatorSpec) -> Tensor | None:
 
 def chunk_size(num_offsets: int) -> int:
     """Offsets in a chunk: a multiple of 16, so that chunks start where wide loads may; few offsets make few chunks."""
-    return max(LEAST_CHUNK, triton.cdiv(triton.cdiv(num_offsets, CHUNKS), 16) * 16)
+    return max(LEAST_CHUNK, cdiv(cdiv(num_offsets, CHUNKS), 16) * 16)
 
 
 def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCheck:
@@ -277,7 +277,7 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
     chunk = chunk_size(offsets.numel())
     launch(
         check_offsets_kernel,
-        (triton.cdiv(offsets.numel(), chunk),),
+        (cdiv(offsets.numel(), chunk),),
         check=check,
         report_ptr=counting_report(report, spec),
         offsets_ptr=offsets,
@@ -319,7 +319,7 @@ def _check_ids(
     device = bags.indices.device
     num_features = len(spec.feature_tables)
     fatal = spec.bounds_check == "fatal"
-    blocks = triton.cdiv(bags.indices.numel(), config.block)
+    blocks = cdiv(bags.indices.numel(), config.block)
     (programs,) = fixed_grid(target_of(device), config.programs_per_multiprocessor, blocks)
     launch(
         check_ids_kernel,

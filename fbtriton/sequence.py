@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.config import select_entry, uses_kernels
+from fbtriton.config import cdiv, select_entry, uses_kernels
 from fbtriton.launch import launch
 from fbtriton.layout import OperatorSpec, VbeLayout
 from fbtriton.rows import upper_bound
@@ -73,7 +73,7 @@ def place_entries(indices: Tensor, offsets: Tensor, spec: OperatorSpec) -> Entry
     block = select_entry().block
     launch(
         place_entries_kernel,
-        (triton.cdiv(num_entries + 1, block),),
+        (cdiv(num_entries + 1, block),),
         offsets_ptr=places.offsets,
         vbe=places.vbe,
         num_features=len(spec.feature_tables),

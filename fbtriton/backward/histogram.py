@@ -20,7 +20,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import update_rows
 from fbtriton.backward.long_run import add_slots
-from fbtriton.config import HistogramConfig
+from fbtriton.config import HistogramConfig, cdiv
 from fbtriton.forward.histogram import BLOCK_BINS, COUNT_OVERFLOW, count_bag, multiply_counts
 from fbtriton.forward.routing import CountedTables
 from fbtriton.launch import launch
@@ -154,7 +154,7 @@ def histogram(
     features = layout.on_device(device).features
     optimizer = OPTIMIZERS[spec.optimizer]
     _, batch_size, bins = counts.shape
-    num_chunks = triton.cdiv(batch_size, config.grad_chunk)
+    num_chunks = cdiv(batch_size, config.grad_chunk)
     block_bins = min(bins, BLOCK_BINS)
     for part in tables:
         bucket = part.bucket
@@ -163,7 +163,7 @@ def histogram(
         seen = torch.empty(slots, dtype=torch.uint8, device=device)
         feature_list = layout.numbers_on_device(part.features, device)
         columns = min(bucket.block_dim, config.grad_columns)
-        grid = (len(part.features) * num_chunks, triton.cdiv(bucket.dim, columns), bins // block_bins)
+        grid = (len(part.features) * num_chunks, cdiv(bucket.dim, columns), bins // block_bins)
         launch(
             multiply_gradients_kernel,
             grid,

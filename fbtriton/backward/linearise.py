@@ -19,7 +19,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
-from fbtriton.config import launch_options, select_linearise
+from fbtriton.config import cdiv, launch_options, select_linearise
 from fbtriton.launch import launch
 from fbtriton.layout import Bags, Entries, OperatorSpec
 from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
@@ -107,7 +107,7 @@ def linearise(
         grad_stride=grad_output.stride(0),
         BLOCK=config.block,
         WAYS=config.ways,
-        LEVELS=triton.cdiv(num_bags.bit_length(), config.ways.bit_length() - 1),
+        LEVELS=cdiv(num_bags.bit_length(), config.ways.bit_length() - 1),
         MEAN=spec.mean,
         SCALED=form.scaled,
         UNIT=form.unit,

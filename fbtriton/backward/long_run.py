@@ -19,7 +19,7 @@ from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import LongRunConfig, bucket_grid, fixed_grid, launch_groups, launch_options, target_of
+from fbtriton.config import LongRunConfig, bucket_grid, cdiv, fixed_grid, launch_groups, launch_options, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -204,7 +204,7 @@ def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: L
             FAN_IN=config.fan_in,
             num_warps=config.num_warps,
         )
-        slots, span = triton.cdiv(slots, config.fan_in), span * config.fan_in
+        slots, span = cdiv(slots, config.fan_in), span * config.fan_in
 
 
 def apply(

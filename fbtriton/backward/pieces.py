@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, num_buckets
-from fbtriton.config import LongRunConfig, fixed_grid, select_runs, target_of
+from fbtriton.config import LongRunConfig, cdiv, fixed_grid, select_runs, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import RunTables
 from fbtriton.rows import upper_bound
@@ -56,7 +56,7 @@ def expand(*, tables: RunTables, long_run: LongRunConfig) -> None:
         return
     config = select_runs()
     grid = fixed_grid(
-        target_of(tables.ranges.device), config.programs_per_multiprocessor, triton.cdiv(num_pieces, config.block)
+        target_of(tables.ranges.device), config.programs_per_multiprocessor, cdiv(num_pieces, config.block)
     )
     launch(
         expand_kernel,

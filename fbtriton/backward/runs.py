@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.workspace import carve
-from fbtriton.config import LongRunConfig, fixed_grid, launch_options, select_runs, target_of
+from fbtriton.config import LongRunConfig, cdiv, fixed_grid, launch_options, select_runs, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import Groups, LongRuns, OperatorSpec, Pieces, Runs, RunTables
 from fbtriton.rows import upper_bound
@@ -239,8 +239,8 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
     tables = empty_tables(num_slots, long_run, spec, keys.device)
     target = target_of(keys.device)
     (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
-    blocks = triton.cdiv(num_slots // config.block, programs)  # of each program
-    programs = triton.cdiv(num_slots // config.block, blocks)
+    blocks = cdiv(num_slots // config.block, programs)  # of each program
+    programs = cdiv(num_slots // config.block, blocks)
     scratch = carve(
         keys.device, torch.int32, counts=KINDS.value * programs, long_ends=num_slots // long_run.threshold + 1
     )
@@ -269,7 +269,7 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
         bucket_keys_ptr=on_device.bucket_keys,
         num_tables=len(layout.rows),
         num_bounds=len(layout.buckets) + 1,
-        PROGRAMS=triton.next_power_of_2(target.multiprocessors * config.programs_per_multiprocessor),
+        PROGRAMS=1 << (target.multiprocessors * config.programs_per_multiprocessor - 1).bit_length(),
         **shared,
     )
     return tables

@@ -13,7 +13,7 @@ from fbtriton.backward.accumulate import registers_for, sum_gradients, update_ro
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range
-from fbtriton.config import bucket_grid, launch_groups, launch_options, select_short_run, target_of
+from fbtriton.config import bucket_grid, cdiv, launch_groups, launch_options, select_short_run, target_of
 from fbtriton.launch import launch
 from fbtriton.layout import Entries, OperatorSpec, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -83,7 +83,7 @@ def short_run(
     configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, entries_per_row) for b in buckets]
     for group in launch_groups(configs):
         chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
-        tiles = triton.cdiv(tables.runs.state_rows.numel(), min(config.runs_per_tile for config in of_bucket))
+        tiles = cdiv(tables.runs.state_rows.numel(), min(config.runs_per_tile for config in of_bucket))
         launch(
             short_run_kernel,
             bucket_grid(target, of_bucket[0], tiles, len(group)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
-from fbtriton.config import GatherConfig, launch_options, select_gather, target_of
+from fbtriton.config import GatherConfig, cdiv, launch_options, select_gather, target_of
 from fbtriton.forward.routing import bag_length
 from fbtriton.launch import launch
 from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
@@ -180,10 +180,10 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
     """Programs for the bags, and for the columns of wide rows."""
     bags = config.bags_per_program
     if shape.batch_size:
-        blocks = num_features * triton.cdiv(shape.batch_size, bags)
+        blocks = num_features * cdiv(shape.batch_size, bags)
     else:
-        blocks = triton.cdiv(num_bags, bags)
-    return blocks, triton.cdiv(dim, config.columns)
+        blocks = cdiv(num_bags, bags)
+    return blocks, cdiv(dim, config.columns)
 
 
 def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bags) -> int | None:

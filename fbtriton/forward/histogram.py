@@ -22,7 +22,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
-from fbtriton.config import HistogramConfig, launch_options
+from fbtriton.config import HistogramConfig, cdiv, launch_options
 from fbtriton.forward.routing import count_bins, counted_features
 from fbtriton.launch import launch
 from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
@@ -217,7 +217,7 @@ def histogram(
     fatal = spec.bounds_check == "fatal" and check is not None
     launch(
         count_kernel,
-        (len(features) * triton.cdiv(batch_size, config.count_bags),),
+        (len(features) * cdiv(batch_size, config.count_bags),),
         counts_ptr=counts,
         stamp_ptr=stamp,
         report_ptr=counting_report(report, spec),
@@ -243,10 +243,10 @@ def histogram(
         bags = bags._replace(offsets=check.repaired)
     for bucket, chosen, numbers in counted_features(spec, features):
         columns = min(bucket.block_dim, config.pool_row_bytes // weights.element_size())
-        blocks = len(chosen) * triton.cdiv(batch_size, config.pool_bags)
+        blocks = len(chosen) * cdiv(batch_size, config.pool_bags)
         launch(
             pool_counts_kernel,
-            (blocks, triton.cdiv(bucket.dim, columns)),
+            (blocks, cdiv(bucket.dim, columns)),
             out_ptr=out,
             weights_ptr=weights,
             counts_ptr=counts,
