@@ -31,6 +31,7 @@ ALIKE = {
     ),
     "two-column-shards-in-one-tbe": Case(shardings=("column_wise_here",)),
     "data-parallel": Case(shardings=("data_parallel", "table_wise")),
+    "batch-size-of-each-feature": Case(shardings=("table_wise",), batch_sizes=(4, 2, 3)),
     "sequence": Case(shardings=SHARDINGS, sequence=True),
 }
 
@@ -156,3 +157,20 @@ def test_hints_and_fused_bounds_check_change_no_result():
     result = run_on_ranks(1, train, case=partial)[0]
     assert result["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
     assert "bag_size_hints: not known to FBGEMM, and without effect on its results" in result["messages"]
+
+
+@pytest.mark.parametrize("output", ["FP32", "BF16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_sizes_of_each_feature_in_several_tbes(world_size, output):
+    """FBGEMM on a CPU fails here, so it is compared with one TBE a rank."""
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    case = Case(num_tables=4, batch_sizes=(4, 2, 3, 1), fused_params=(("output_dtype", SparseType[output]),))
+    several = run_on_ranks(world_size, train, case=dataclasses.replace(case, several_groups=True))
+    one = run_on_ranks(world_size, train, case=case)
+    for ours, expected in zip(several, one, strict=True):
+        assert len(ours["kernels"]) == 2 * len(expected["kernels"])
+        assert ours["losses"] == expected["losses"]
+        for kind in ("weights", "states"):
+            for name, tensor in expected[kind].items():
+                assert torch.equal(ours[kind][name], tensor)

@@ -52,6 +52,8 @@ class Case:
     steps: int = 3
     index_dtype: torch.dtype = torch.int64
     optimizer: str = "EXACT_ROWWISE_ADAGRAD"
+    batch_sizes: tuple[int, ...] = ()  # of each feature (VBE); empty = SAMPLES for all
+    several_groups: bool = False  # tables go into two TBEs, by an option that changes nothing for fp32
 
     def of_table(self, name, table):
         values = getattr(self, name)
@@ -133,6 +135,8 @@ def make_plan(case, collection, sharder):
     for table in range(case.num_tables):
         if plan[f"t{table}"].sharding_type != "data_parallel":  # two of the makers cannot be told the kernel
             plan[f"t{table}"].compute_kernel = case.of_table("kernels", table)
+            if case.several_groups:
+                plan[f"t{table}"].stochastic_rounding = table < case.num_tables // 2
     return plan
 
 
@@ -150,9 +154,9 @@ class Model(torch.nn.Module):
         return output.to_dict()
 
 
-def shard(case):
+def shard(case, sharder=None):
     """The sharded model, with the same weights on any number of ranks."""
-    collection, sharder = make_collection(case), make_sharder(case)
+    collection, sharder = make_collection(case), sharder or make_sharder(case)
     model = DistributedModelParallel(
         Model(collection),
         env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
@@ -186,11 +190,23 @@ def make_features(case, step, rank=None):
     """The batch of this rank: bags of 0 to 4 ids, with rows that are there more than once."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    lengths = torch.randint(0, 5, (len(case.features) * SAMPLES,), generator=generator)
+    batch_sizes = [size + rank for size in case.batch_sizes] or [SAMPLES] * len(case.features)
+    lengths = torch.randint(0, 5, (sum(batch_sizes),), generator=generator)
     ids = torch.randint(0, ROWS // 2, (int(lengths.sum()),), generator=generator)
+    vbe = {}
+    if case.batch_sizes:  # sample i of SAMPLES has, in each feature, one of the feature's bags
+        bags = [torch.randint(0, size, (SAMPLES,), generator=generator) for size in batch_sizes]
+        vbe = {
+            "stride_per_key_per_rank": [[size] for size in batch_sizes],
+            "inverse_indices": (case.features, torch.stack(bags)),
+        }
     weights = torch.rand(len(ids), generator=generator) if case.weighted else None
     return torchrec.KeyedJaggedTensor(
-        keys=case.features, values=ids.to(case.index_dtype), lengths=lengths.to(case.index_dtype), weights=weights
+        keys=case.features,
+        values=ids.to(case.index_dtype),
+        lengths=lengths.to(case.index_dtype),
+        weights=weights,
+        **vbe,
     )
 
 

@@ -76,6 +76,9 @@ def install(*, fused: bool = False) -> None:
         for lookup in (parts["GroupedPooledEmbeddingsLookup"], parts["GroupedEmbeddingsLookup"]):
             create = embedding_kernel.creating(lookup._create_embedding_kernel, kernels)
             patches.replace_attribute(lookup, "_create_embedding_kernel", create)
+        pooled = parts["GroupedPooledEmbeddingsLookup"]
+        choose_dtype = embedding_kernel.choosing_output_dtype(pooled._vbe_output_dtype)
+        patches.replace_attribute(pooled, "_vbe_output_dtype", choose_dtype)
         for name, wrap in (
             ("compute_kernel_to_embedding_location", lambda it: embedding_kernel.locating(it, kernels)),
             ("_assert_local_cols_divisible_by_4", embedding_kernel.asserting),
@@ -143,6 +146,8 @@ def _parts_of_torchrec() -> tuple[Any, dict[str, Any]]:
     for lookup in ("GroupedPooledEmbeddingsLookup", "GroupedEmbeddingsLookup"):
         if not hasattr(parts[lookup], "_create_embedding_kernel"):
             missing.append(f"{lookup}._create_embedding_kernel")
+    if not hasattr(parts["GroupedPooledEmbeddingsLookup"], "_vbe_output_dtype"):
+        missing.append("GroupedPooledEmbeddingsLookup._vbe_output_dtype")
     if not hasattr(kernels, "FUSED_TRITON"):
         missing.append("EmbeddingComputeKernel.FUSED_TRITON")
     if missing:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from fbtriton import SplitTableBatchedEmbeddingBagsCodegen as FbtritonTbe
 from fbtriton.layout import ROW_ALIGNMENT_BYTES
 from torchrec_integration import options
@@ -159,6 +161,18 @@ def _refuse_fully_sharded(env: Any) -> None:
             "FUSED_TRITON with ShardingStrategy.FULLY_SHARDED is not supported: use the default strategy of"
             " DMPCollection, or the kernel FUSED"
         )
+
+
+def choosing_output_dtype(choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`_vbe_output_dtype` of TorchRec's lookup of bags, which takes fp16 for bf16."""
+
+    @functools.wraps(choose)
+    def vbe_output_dtype(self: Any) -> Any:
+        dtype = choose(self)
+        wanted = (self.grouped_configs[0].fused_params or {}).get("output_dtype")
+        return torch.bfloat16 if getattr(wanted, "name", None) == "BF16" else dtype
+
+    return vbe_output_dtype
 
 
 def locating(locate: Callable[[Any], Any], kernels: Any) -> Callable[[Any], Any]:
