@@ -1,4 +1,4 @@
-"""Checkpoints of FUSED and FUSED_TRITON are the same files: each resumes the other's, and training goes on as before."""
+"""Checkpoints of FUSED and FUSED_TRITON are the same: each resumes the other's, and training goes on as before."""
 
 import dataclasses
 

@@ -141,7 +141,11 @@ def plan_for(case, constraints, device):
     planner = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device=device), constraints=constraints)
     collection = make_collection(case)
     plan = planner.plan(collection, [sharder]).plan[""]
-    return {name: sharding.compute_kernel for name, sharding in plan.items()}
+    return {name: (sharding.sharding_type, sharding.compute_kernel) for name, sharding in plan.items()}
+
+
+def kernels_for(case, constraints, device):
+    return {name: kernel for name, (_, kernel) in plan_for(case, constraints, device).items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -149,9 +153,9 @@ def test_planner_chooses_by_constraints(device):
     case = Case()
     with installed():
         fused_triton = torchrec_integration.constraints_for(make_collection(case).embedding_bag_configs())
-        assert plan_for(case, fused_triton, device) == dict.fromkeys(["t0", "t1", "t2"], "fused_triton")
+        assert kernels_for(case, fused_triton, device) == dict.fromkeys(["t0", "t1", "t2"], "fused_triton")
         mixed = fused_triton | torchrec_integration.constraints_for(["t1"], "fused")
-        assert plan_for(case, mixed, device) == {"t0": "fused_triton", "t1": "fused", "t2": "fused_triton"}
+        assert kernels_for(case, mixed, device) == {"t0": "fused_triton", "t1": "fused", "t2": "fused_triton"}
 
 
 def test_constraints_pass_on_the_rest():
@@ -164,16 +168,16 @@ def test_constraints_pass_on_the_rest():
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_plan_does_not_depend_on_the_hash_seed(seed):
-    """Of two kernels that cost the same, the sharder's first: up to TorchRec 1.8 the order of a set decided."""
+    """Of what costs the same, the sharder's first: up to TorchRec 1.8 the order of a set decided."""
     code = (
         "import torchrec_integration; torchrec_integration.install()\n"
         "from torchrec.distributed.planner import ParameterConstraints\n"
         "from test_torchrec_install import Case, plan_for\n"
-        "table_wise = {f't{t}': ParameterConstraints(sharding_types=['table_wise']) for t in range(3)}\n"
-        "print(plan_for(Case(), table_wise, 'cuda')['t0'])"
+        "sharded = {f't{t}': ParameterConstraints(sharding_types=['column_wise', 'table_wise']) for t in range(3)}\n"
+        "print(*plan_for(Case(), sharded, 'cuda')['t0'])"
     )
     _, output, errors = run_python(code, PYTHONHASHSEED=seed)
-    assert output.split() == ["fused_triton"], errors
+    assert output.split() == ["table_wise", "fused_triton"], errors
 
 
 # Options

@@ -86,8 +86,8 @@ def install(*, fused: bool = False) -> None:
         ):
             patches.replace_everywhere(parts[name], wrap(parts[name]))
         enumerator = parts["EmbeddingEnumerator"]
-        choose = planner.filtering(enumerator._filter_compute_kernels)
-        patches.replace_attribute(enumerator, "_filter_compute_kernels", choose)
+        for name in ("_filter_compute_kernels", "_filter_sharding_types"):
+            patches.replace_attribute(enumerator, name, planner.filtering(getattr(enumerator, name)))
         _accept_in_syncs(gate, patches)
     except BaseException:
         patches.undo()

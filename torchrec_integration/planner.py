@@ -87,17 +87,15 @@ def looking_up(lookup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def filtering(choose: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """`EmbeddingEnumerator._filter_compute_kernels` in the sharder's order.
+    """`_filter_compute_kernels` or `_filter_sharding_types` of EmbeddingEnumerator, in the sharder's order.
 
-    Up to TorchRec 1.8 it goes through a set of strings, so that of two kernels of the same cost the hash seed of the
-    process chose one.
+    Up to TorchRec 1.8 they go through a set of strings, so that of two that cost the same the hash seed of the process
+    chose one.
     """
 
     @functools.wraps(choose)
-    def filter_compute_kernels(
-        self: Any, name: str, allowed_compute_kernels: list[str], sharding_type: str
-    ) -> list[str]:
-        chosen = choose(self, name, allowed_compute_kernels, sharding_type)
-        return [kernel for kernel in allowed_compute_kernels if kernel in chosen]
+    def filter_in_order(self: Any, name: str, allowed: list[str], *args: Any, **kwargs: Any) -> list[str]:
+        chosen = choose(self, name, allowed, *args, **kwargs)
+        return [one for one in allowed if one in chosen]
 
-    return filter_compute_kernels
+    return filter_in_order
