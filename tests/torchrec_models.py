@@ -117,8 +117,9 @@ def make_collection(case):
     return torchrec.EmbeddingBagCollection(tables=tables, is_weighted=case.weighted, device=torch.device("meta"))
 
 
-def make_plan(case, collection, sharder):
-    world_size, local_size = dist.get_world_size(), int(torchrec.distributed.comm.get_local_size())
+def make_plan(case, collection, sharder, world_size=None, device_type="cpu"):
+    world_size = world_size or dist.get_world_size()
+    local_size = min(world_size, torchrec.distributed.comm.get_local_size())
     makers = {}
     for table in range(case.num_tables):
         kernel = case.of_table("kernels", table)
@@ -131,7 +132,7 @@ def make_plan(case, collection, sharder):
             "grid_shard": lambda: grid_shard(host_indexes=list(range(world_size // local_size))),
             "data_parallel": data_parallel,
         }[case.of_table("shardings", table)]()
-    plan = construct_module_sharding_plan(collection, makers, sharder=sharder, device_type="cpu")
+    plan = construct_module_sharding_plan(collection, makers, sharder, local_size, world_size, device_type)
     for table in range(case.num_tables):
         if plan[f"t{table}"].sharding_type != "data_parallel":  # two of the makers cannot be told the kernel
             plan[f"t{table}"].compute_kernel = case.of_table("kernels", table)
@@ -226,7 +227,7 @@ def train_step(model, case, step):
 
 def collect(state):
     """{name: the whole tensor} of a state_dict, on every rank."""
-    mine = {name: [(o, t.detach().clone()) for o, t in shards_of(v)] for name, v in state.items()}
+    mine = {name: [(o, t.detach().cpu().clone()) for o, t in shards_of(v)] for name, v in state.items()}
     all_shards = [None] * dist.get_world_size()
     dist.all_gather_object(all_shards, {name: (tuple(state[name].shape), parts) for name, parts in mine.items()})
     whole = {}

@@ -84,7 +84,8 @@ def _serve(pipe, rank, world_size, local_size, rendezvous):
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     while True:
         try:
             function, arguments = pipe.recv()
