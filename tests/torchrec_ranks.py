@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+MOST_RANKS = 4  # of one pytest process; each takes some 400 MB
 TIMEOUT = 120  # seconds, for any function of any test; most take one
 
 _groups = {}
@@ -56,7 +57,8 @@ def run_on_ranks(world_size, function, *, local_size=None, **arguments):
     """function(**arguments), of a module that can be imported, on each of world_size ranks -> their results."""
     key = world_size, local_size or world_size
     if key not in _groups:
-        end_all()  # one group at a time, for the sake of memory
+        if sum(size for size, _ in [*_groups, key]) > MOST_RANKS:
+            end_all()
         _groups[key] = Ranks(*key)
     try:
         return _groups[key].run(function, **arguments)
