@@ -47,3 +47,15 @@ def test_resume_with_the_other_kernel(tmp_path):
     assert resumed[:20] == whole[:20]
     assert resumed[20:] == pytest.approx(whole[20:], rel=1e-4)
     assert resumed[20:] != pytest.approx(whole[:10], rel=1e-4)
+
+
+def test_step_benchmark(tmp_path):
+    """bench/torchrec_step.py at a tiny size: it fails unless the losses of both kernels agree."""
+    script = EXAMPLE.parent.parent / "bench/torchrec_step.py"
+    sizes = "--steps 20 --batch-size 64 --tables 2 --rows 50 --dim 8 --optimizer rowwise_adagrad --json".split()
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", str(script), *sizes]
+    done = subprocess.run([*command, str(tmp_path / "out.json")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| rowwise_adagrad | fused_triton |" in done.stdout
+    losses = json.loads((tmp_path / "out.json").read_text())["results"]["rowwise_adagrad"]["fused_triton"]["losses"]
+    assert len(losses) == 20 and losses[-1] < losses[0]
