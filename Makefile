@@ -13,8 +13,9 @@ TRITON_FORK ?= fbtriton==3.7.4
 TLX_VENV ?= .venv-tlx
 # Package index to take torch from, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# A TorchRec release to install for the tests of torchrec_integration
+# A TorchRec release to install for the tests of torchrec_integration: make test TORCHREC=1.9.2 adds them to the others
 TORCHREC ?=
+TORCHREC_DEFAULT := 1.9.2
 
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -35,7 +36,8 @@ TEST_ENVIRONMENT = $(call ENVIRONMENT,test bench $(if $(TORCHREC),torchrec) $(if
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test tlx-env test-tlx b200 test-triton36 test-newest lint typecheck format bench bench-tiny bench-occupancy compile-all gpu-record \
+.PHONY: help demo demo-torchrec test test-torchrec tlx-env test-tlx b200 test-triton36 test-newest lint typecheck format \
+	bench bench-tiny bench-occupancy compile-all gpu-record \
 	info clean
 
 help:  ## list the commands
@@ -46,9 +48,26 @@ demo:  ## train on MovieLens-100K, through fbtriton and through torch.nn.Embeddi
 	@$(call ENVIRONMENT,demo)
 	$(RUN) examples/movielens.py $(DEMO_ARGS)
 
+demo-torchrec:  ## the same with TorchRec's engine on two processes, with either kernel; DEMO_ARGS='--steps 100'
+ifeq ($(TORCHREC),)
+	@$(MAKE) --no-print-directory demo-torchrec TORCHREC=$(TORCHREC_DEFAULT)
+else
+	@$(call ENVIRONMENT,demo torchrec parity)
+	$(RUN) examples/torchrec_dlrm.py --kernel both $(DEMO_ARGS)
+endif
+
 test:  ## run the tests: plain, interpreter and compile; SUITES=plain PYTEST_ARGS='-k sgd'
 	@$(TEST_ENVIRONMENT)
 	@$(RUN) tools/run_tests.py $(SUITES) $(PYTEST_ARGS)
+
+test-torchrec:  ## only the tests of torchrec_integration, and its example; TORCHREC=1.8.0
+ifeq ($(TORCHREC),)
+	@$(MAKE) --no-print-directory test-torchrec TORCHREC=$(TORCHREC_DEFAULT)
+else
+	@$(call ENVIRONMENT,demo torchrec parity)
+	@$(TEST_ENVIRONMENT)
+	@$(RUN) tools/run_tests.py plain -k torchrec --dist loadfile $(PYTEST_ARGS)
+endif
 
 test-triton36:  ## the interpreter and compile tests on the oldest Triton
 	@$(MAKE) --no-print-directory test VENV=.venv-triton36 TORCH=2.13.0 TRITON=3.6.0 NUMPY='numpy<2.4' FBGEMM= \

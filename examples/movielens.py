@@ -382,9 +382,10 @@ def main() -> int:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "movielens.png"
-    movielens_plot.plot(ours, theirs, difference, figures["baseline_auc"], path, LOSS_BOUND, AUC_MARGIN)
+    runs = {"fbtriton": ours, "nn.EmbeddingBag": theirs}
+    movielens_plot.plot_runs(runs, difference, figures["baseline_auc"], path, LOSS_BOUND, AUC_MARGIN)
     figures["checks"] = [check._asdict() for check in checks]
-    figures["runs"] = {"fbtriton": vars(ours), "nn.EmbeddingBag": vars(theirs)}
+    figures["runs"] = {name: vars(run) for name, run in runs.items()}
     (out / "movielens.json").write_text(json.dumps(figures) + "\n")
     print(f"plot and figures are in {out}")
     print_table(ours, theirs, figures, checks)

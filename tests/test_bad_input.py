@@ -296,7 +296,7 @@ def bad_batches(draw):
     return draw(st.lists(ids, min_size=size, max_size=size)), offsets
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(batch=bad_batches(), pooling=st.sampled_from(["sum", "mean"]), bags=st.sampled_from([1, 2]))
 def test_fused_and_separate_checks_agree(batch, pooling, bags, any_device):
     """Bitwise: output, tables and the whole report, from the kernels and from the reference."""

@@ -191,7 +191,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_operator(case, seed, device):
     offset_bits, unroll = (32 if seed % 2 else 1), 1 + seed % 3

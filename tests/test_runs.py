@@ -113,7 +113,7 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
     assert tables.ranges.view(-1, 4).tolist() == [list(each) for each in ranges]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     feature_tables=st.permutations([0, 1, 2, 1]),
     lengths=st.lists(st.lists(st.integers(0, 12), min_size=3, max_size=3), min_size=4, max_size=4),
