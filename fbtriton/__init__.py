@@ -13,7 +13,7 @@ from fbtriton.enums import (
 )
 from fbtriton.fbgemm_api import SplitTableBatchedEmbeddingBagsCodegen
 from fbtriton.functional import table_batched_embedding_bags
-from fbtriton.layout import OperatorSpec, Table
+from fbtriton.layout import Table
 from fbtriton.module import TableBatchedEmbeddingBags
 from fbtriton.optim import (
     SGD,
@@ -26,26 +26,25 @@ from fbtriton.optim import (
     PartialRowwiseLamb,
     RowwiseAdagrad,
 )
+from fbtriton.spec import OperatorSpec
 
 __all__ = [
     "SGD",
+    "Adagrad",
+    "Adam",
     "BoundsCheckMode",
     "BoundsReport",
     "ComputeDevice",
     "EmbOptimType",
     "EmbeddingLocation",
-    "OperatorSpec",
-    "OptimType",
-    "PoolingMode",
-    "Adagrad",
-    "Adam",
-    "BoundsReport",
     "Lamb",
     "LarsSGD",
     "NoOptimizer",
     "OperatorSpec",
+    "OptimType",
     "PartialRowwiseAdam",
     "PartialRowwiseLamb",
+    "PoolingMode",
     "RowwiseAdagrad",
     "SparseType",
     "SplitTableBatchedEmbeddingBagsCodegen",

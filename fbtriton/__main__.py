@@ -18,7 +18,7 @@ from fbtriton._triton import HAS_TRITON
 from fbtriton.backward.sort import describe_backend
 from fbtriton.config import INTERPRET, Target, target_of
 from fbtriton.forward.routing import plan, plan_for_gpu
-from fbtriton.layout import OperatorSpec
+from fbtriton.spec import OperatorSpec
 
 EXAMPLE = OperatorSpec(
     tables=((100_000, 128), (1000, 64)),

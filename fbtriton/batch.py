@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.config import cdiv, select_entry, uses_kernels
-from fbtriton.launch import launch
-from fbtriton.layout import OperatorSpec, VbeLayout
+from fbtriton.config import select_entry, uses_kernels
+from fbtriton.launch import cdiv, launch
+from fbtriton.layout import VbeLayout
 from fbtriton.rows import upper_bound
+from fbtriton.spec import OperatorSpec
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
-from fbtriton.config import INTERPRET, EntryConfig, cdiv, fixed_grid, select_entry, target_of
-from fbtriton.launch import launch
-from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
+from fbtriton.config import INTERPRET, EntryConfig, select_entry, target_of
+from fbtriton.launch import cdiv, fixed_grid, launch
+from fbtriton.layout import Bags, BoundsCheck
 from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
+from fbtriton.spec import OperatorSpec
 
 MODES = ("off", "ignore", "warning", "fatal")
 REPORT_SIZE = 7

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -263,11 +262,6 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type != "cpu" or kernels_on_cpu.get()
 
 
-def cdiv(count: int, size: int) -> int:
-    """How many blocks of a size hold the count. Triton's own costs the host two microseconds."""
-    return -(-count // size)
-
-
 def _warps_for(block_dim: int) -> int:
     return max(1, min(8, block_dim // 512))
 
@@ -375,36 +369,5 @@ def _warn_of_missing_tlx(name: str) -> None:
     )
 
 
-def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:
-    """Keyword arguments of a launch. AMD's compiler takes no limit of registers."""
-    options = {"num_warps": num_warps}
-    if registers is not None and backend.get() == "cuda":
-        options["maxnreg"] = registers
-    return options
-
-
 def select_sort() -> str | None:
     return _forced.sort
-
-
-def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:
-    """Programs that loop over a count known on the device only; never more than could have work."""
-    return (max(1, min(target.multiprocessors * programs_per_multiprocessor, upper_bound)),)
-
-
-def bucket_grid(target: Target, config: Any, upper_bound: int, num_buckets: int) -> tuple[int, int]:
-    """`fixed_grid` for each of some buckets that share a launch, and so the multiprocessors."""
-    programs = max(LEAST_PROGRAMS, config.programs_per_multiprocessor // num_buckets)
-    return fixed_grid(target, programs, upper_bound)[0], num_buckets
-
-
-LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
-
-
-def launch_groups(configs: Sequence[Any]) -> Iterator[range]:
-    """The buckets that can share a launch: neighbours with as many warps and registers."""
-    first = 0
-    for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
-        size = len(list(group))
-        yield range(first, first + size)
-        first += size

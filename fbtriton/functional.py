@@ -18,17 +18,17 @@ from torch import Tensor
 
 from fbtriton import bounds_check as bounds
 from fbtriton import reference
+from fbtriton.arguments import check_bags, check_ids_and_offsets, check_sample_weights, check_unique
 from fbtriton.backward import backward
 from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import uses_kernels
 from fbtriton.forward import forward
 from fbtriton.forward.routing import kept_counts
-from fbtriton.layout import Bags, OperatorSpec, VbeLayout
+from fbtriton.layout import Bags, VbeLayout
 from fbtriton.optim import stamp_size
 from fbtriton.row_gradients import EmbeddingBagsWithGradient
 from fbtriton.sequence import place_entries
-
-MAX_ENTRIES = 2**31 - 2**20  # kernels count entries in int32, and a loop's last step may go past the end
+from fbtriton.spec import OperatorSpec
 
 _library = torch.library.Library("fbtriton", "DEF")
 _library.define(
@@ -249,64 +249,6 @@ def _embedding_bags_autograd(
 _library.impl("embedding_bags", _embedding_bags_autograd, "Autograd")
 
 
-def _check_ids_and_offsets(indices: Tensor, offsets: Tensor, device: torch.device) -> None:
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
-        if tensor.dim() != 1:
-            raise ValueError(f"{name} must have one dimension, got shape {list(tensor.shape)}")
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on {device} like the weights, got {tensor.device}")
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.numel() > MAX_ENTRIES:
-            raise ValueError(f"{name} must have at most {MAX_ENTRIES} elements, got {tensor.numel()}")
-
-
-def _check_bags(offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, num_features: int) -> list[int]:
-    """The flat batch sizes, empty without any."""
-    if batch_sizes is None:
-        if offsets.numel() == 0 or (offsets.numel() - 1) % num_features:
-            raise ValueError(
-                f"offsets must have F * B + 1 elements with F = {num_features} features, got {offsets.numel()}"
-            )
-        return []
-    if len(batch_sizes) != num_features or len({len(sizes) for sizes in batch_sizes}) != 1 or not batch_sizes[0]:
-        raise ValueError(
-            f"batch_sizes must have a list of batch sizes, one for each rank, for each of {num_features} features,"
-            f" got {batch_sizes!r}"
-        )
-    flat = [size for sizes in batch_sizes for size in sizes]
-    if any(size < 0 for size in flat):
-        raise ValueError(f"batch_sizes must not be negative, got {batch_sizes!r}")
-    if offsets.numel() != sum(flat) + 1:
-        raise ValueError(
-            f"offsets must have {sum(flat) + 1} elements, one more than the sum of batch_sizes, got {offsets.numel()}"
-        )
-    return flat
-
-
-def _check_sample_weights(sample_weights: Tensor, indices: Tensor) -> None:
-    if not sample_weights.dtype.is_floating_point:
-        raise ValueError(f"per_sample_weights must be of a floating-point dtype, got {sample_weights.dtype}")
-    if sample_weights.shape != indices.shape:
-        raise ValueError(
-            f"per_sample_weights must have the shape of indices, {list(indices.shape)},"
-            f" got {list(sample_weights.shape)}"
-        )
-    if sample_weights.device != indices.device:
-        raise ValueError(f"per_sample_weights must be on {indices.device} like indices, got {sample_weights.device}")
-
-
-def _check_unique(total_unique_indices: int, indices: Tensor, spec: OperatorSpec) -> None:
-    if spec.optimizer != "none":
-        raise ValueError(f"total_unique_indices must be None with an optimizer, got {total_unique_indices!r}")
-    if not 0 <= total_unique_indices <= indices.numel():
-        raise ValueError(
-            f"total_unique_indices must be in [0, {indices.numel()}], the number of indices,"
-            f" got {total_unique_indices!r}"
-        )
-
-
 def table_batched_embedding_bags(
     weights: Tensor,
     indices: Tensor,
@@ -366,15 +308,15 @@ def table_batched_embedding_bags(
 
     Does not synchronise with the device.
     """
-    _check_ids_and_offsets(indices, offsets, weights.device)
+    check_ids_and_offsets(indices, offsets, weights.device)
     if weights.dtype != spec.torch_weights_dtype:
         raise ValueError(f"weights must be {spec.torch_weights_dtype}, as constructed, got {weights.dtype}")
     if per_sample_weights is not None:
-        _check_sample_weights(per_sample_weights, indices)
+        check_sample_weights(per_sample_weights, indices)
         per_sample_weights = per_sample_weights.float().contiguous()
     if total_unique_indices is not None:
-        _check_unique(total_unique_indices, indices, spec)
-    flat_sizes = _check_bags(offsets, batch_sizes, len(spec.feature_tables))
+        check_unique(total_unique_indices, indices, spec)
+    flat_sizes = check_bags(offsets, batch_sizes, len(spec.feature_tables))
     text = spec.text
     indices, offsets = indices.contiguous(), offsets.contiguous()
     if not spec.pooled and (per_sample_weights is not None or batch_sizes is not None):

@@ -1,4 +1,4 @@
-"""Launch a kernel at half of Triton's host cost: through the handle of an equal launch made before.
+"""Launch a kernel at less cost for the host than Triton's own launch: through the handle of an equal one made before.
 
 Triton looks at every argument of a launch, among others at tuples and constants one by one. `launch` looks only at what
 can make Triton compile another variant, in the same way:
@@ -14,13 +14,15 @@ Where such a launch was made before on this device, the compiled kernel that it 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fbtriton._triton import JITFunction
-from fbtriton.config import kernels_on_cpu
+from fbtriton.config import Target, backend, kernels_on_cpu
 
 ALIGNMENT = 16
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -79,3 +81,39 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         _compiled[variant] = kernel[grid](**arguments)
     else:
         handle[(*grid, 1, 1)[:3]](*values)
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many blocks of a size hold the count. Triton's own costs the host two microseconds."""
+    return -(-count // size)
+
+
+def launch_options(num_warps: int, registers: int | None = None) -> dict[str, int]:
+    """Keyword arguments of a launch. AMD's compiler takes no limit of registers."""
+    options = {"num_warps": num_warps}
+    if registers is not None and backend.get() == "cuda":
+        options["maxnreg"] = registers
+    return options
+
+
+def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: int) -> tuple[int]:
+    """Programs that loop over a count known on the device only; never more than could have work."""
+    return (max(1, min(target.multiprocessors * programs_per_multiprocessor, upper_bound)),)
+
+
+def bucket_grid(target: Target, config: Any, upper_bound: int, num_buckets: int) -> tuple[int, int]:
+    """`fixed_grid` for each of some buckets that share a launch, and so the multiprocessors."""
+    programs = max(LEAST_PROGRAMS, config.programs_per_multiprocessor // num_buckets)
+    return fixed_grid(target, programs, upper_bound)[0], num_buckets
+
+
+LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
+
+
+def launch_groups(configs: Sequence[Any]) -> Iterator[range]:
+    """The buckets that can share a launch: neighbours with as many warps and registers."""
+    first = 0
+    for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
+        size = len(list(group))
+        yield range(first, first + size)
+        first += size

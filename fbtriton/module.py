@@ -13,8 +13,9 @@ from fbtriton import reference
 from fbtriton.bounds_check import MODES, REPORT_SIZE, BoundsReport, read_report
 from fbtriton.forward.routing import upload_routes
 from fbtriton.functional import table_batched_embedding_bags
-from fbtriton.layout import OperatorSpec, Table
+from fbtriton.layout import Table
 from fbtriton.optim import KINDS, NoOptimizer, Optimizer, check_range
+from fbtriton.spec import OperatorSpec
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import first_bad_words
-from fbtriton.layout import Bags, OperatorSpec, RowGradients
+from fbtriton.layout import Bags, RowGradients
 from fbtriton.optim import OPTIMIZERS, STATES, read_stamp
 from fbtriton.rounding import round_stochastically_reference, rounding_noise_reference
+from fbtriton.spec import OperatorSpec
 
 
 class FeatureEntries(NamedTuple):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fbtriton.backward import backward
 from fbtriton.batch import BatchShape
-from fbtriton.layout import Bags, OperatorSpec, RowGradients, VbeLayout
+from fbtriton.layout import Bags, RowGradients, VbeLayout
+from fbtriton.spec import OperatorSpec
 
 
 def empty_row_gradients(weights: Tensor, num_entries: int, spec: OperatorSpec) -> RowGradients:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fbtriton import reference
 from fbtriton.batch import BatchShape, place_bags
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags
 from fbtriton.module import TableBatchedEmbeddingBags
 from fbtriton.optim import make_stamp
+from fbtriton.spec import OperatorSpec
 
 # Relative spacing of each dtype. A sum of n terms in fp32 is off by at most n spacings of the sum of magnitudes; a
 # result rounded once to a dtype is off by half its spacing.

@@ -1,21 +1,24 @@
 """Small tables that are counted: forward and backward by products, and what the two paths share.
 
-Left out: each route for itself with every dtype and dim, which is in test_operator.py.
+Left out: other routes, which are in test_operator.py.
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
-from test_operator import HISTOGRAM, Case, check
+from test_operator import FLOATS, Case, check
 
 import fbtriton.backward
 from fbtriton import SGD, Adam, RowwiseAdagrad, Table, TableBatchedEmbeddingBags
-from fbtriton.config import force_config
+from fbtriton.config import HistogramConfig, force_config
 from fbtriton.forward.routing import counted_tables, histogram_features, plan
 from fbtriton.testing import reference_step, run_step
 
 pytestmark = pytest.mark.interpreter
+HISTOGRAM = HistogramConfig(
+    min_length=0, ids=16, count_bags=2, pool_bags=16, grad_chunk=16, grad_bags=16, grad_columns=16
+)
 SMALL = Case(
     rows=(5, 40, 3), dims=(16, 20, 16), feature_tables=(1, 0, 2, 0),
     lengths=tuple(tuple((7 * sample + feature) % 5 for sample in range(40)) for feature in range(4)),
@@ -114,3 +117,37 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.fbtriton.embedding_bags.default, arguments, test_utils=tests)
     *_, counts = torch.ops.fbtriton.embedding_bags(*arguments)
     assert counts.shape == (4, 40, 64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("rows, dim", [(1, 16), (7, 16), (17, 20), (100, 64)])
+def test_forced_histogram(rows, dim, dtype, pooling, device):
+    """Small tables of two dims by counting, and a larger one by gathering, in one batch."""
+    case = Case(
+        rows=(rows, 300, 5), dims=(dim, dim, 32), feature_tables=(2, 0, 1, 0), weights_dtype=dtype, pooling=pooling,
+        lengths=((3, 0, 40), (20, 1, 0), (2, 2, 9), (0, 0, 17)), pruned=0.2, padding=3,
+    )  # fmt: skip
+    with force_config(histogram=HISTOGRAM):
+        check(case, device)
+
+
+@pytest.mark.parametrize("length", [254, 255, 256, 700])
+def test_counts_that_do_not_fit_a_byte(length, device):
+    case = Case(rows=(70,), dims=(16,), feature_tables=(0,), lengths=((5, length, 3),), hot=1.0)
+    with force_config(histogram=replace(HISTOGRAM, ids=64)):
+        check(case, device)
+
+
+def test_histogram_is_chosen(device):
+    """Where tables are small and bags long, by hint or by the mean; never with per-sample weights."""
+    spec = TableBatchedEmbeddingBags([Table(50, 64), Table(5000, 64)], optimizer=SGD(0.1), device=device).spec
+    with force_config(histogram=HistogramConfig()):
+        assert histogram_features(spec, 100.0, weighted=False, vbe=False)[0] == (0,)
+        assert histogram_features(spec, 5.0, weighted=False, vbe=False)[0] == ()
+        assert histogram_features(spec, 100.0, weighted=True, vbe=False)[0] == ()
+        assert histogram_features(spec, 100.0, weighted=False, vbe=True)[0] == ()
+        hinted = replace(spec, bag_size_hints=(2.0, 100.0))
+        assert histogram_features(hinted, 100.0, weighted=False, vbe=False)[0] == ()
+        assert "forward histogram: features 0:" in str(plan(spec, device, 100.0))
+        assert "forward gather: features 1:" in str(plan(spec, device, 100.0))

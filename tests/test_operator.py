@@ -12,14 +12,12 @@ from fbtriton.batch import Segments, place_bags, reference_placement, segments_o
 from fbtriton.config import (
     EntryConfig,
     GatherConfig,
-    HistogramConfig,
     LineariseConfig,
     LongRunConfig,
     RunsConfig,
     ShortRunConfig,
     force_config,
 )
-from fbtriton.forward.routing import histogram_features, plan
 from fbtriton.layout import VbeLayout
 from fbtriton.optim import Optimizer
 from fbtriton.testing import assert_same_step, make_batch, reference_step, run_step
@@ -276,44 +274,6 @@ def test_forced_gather(config, pooling, vbe, device):
 def test_forced_gather_of_dims(dim, columns, device):
     with force_config(gather=GatherConfig(bags_per_program=4, rows_per_bag=2, num_warps=2, columns=columns)):
         check(Case(rows=(3, 7), dims=(1, dim), weights_dtype=torch.float16, lengths=((3, 0, 2), (9, 1, 0))), device)
-
-
-HISTOGRAM = HistogramConfig(
-    min_length=0, ids=16, count_bags=2, pool_bags=16, grad_chunk=16, grad_bags=16, grad_columns=16
-)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("rows, dim", [(1, 16), (7, 16), (17, 20), (100, 64)])
-def test_forced_histogram(rows, dim, dtype, pooling, device):
-    """Small tables of two dims by counting, and a larger one by gathering, in one batch."""
-    case = Case(
-        rows=(rows, 300, 5), dims=(dim, dim, 32), feature_tables=(2, 0, 1, 0), weights_dtype=dtype, pooling=pooling,
-        lengths=((3, 0, 40), (20, 1, 0), (2, 2, 9), (0, 0, 17)), pruned=0.2, padding=3,
-    )  # fmt: skip
-    with force_config(histogram=HISTOGRAM):
-        check(case, device)
-
-
-@pytest.mark.parametrize("length", [254, 255, 256, 700])
-def test_counts_that_do_not_fit_a_byte(length, device):
-    case = Case(rows=(70,), dims=(16,), feature_tables=(0,), lengths=((5, length, 3),), hot=1.0)
-    with force_config(histogram=replace(HISTOGRAM, ids=64)):
-        check(case, device)
-
-
-def test_histogram_is_chosen(device):
-    """Where tables are small and bags long, by hint or by the mean; never with per-sample weights."""
-    spec = TableBatchedEmbeddingBags([Table(50, 64), Table(5000, 64)], optimizer=SGD(0.1), device=device).spec
-    assert histogram_features(spec, 100.0, weighted=False, vbe=False)[0] == (0,)
-    assert histogram_features(spec, 5.0, weighted=False, vbe=False)[0] == ()
-    assert histogram_features(spec, 100.0, weighted=True, vbe=False)[0] == ()
-    assert histogram_features(spec, 100.0, weighted=False, vbe=True)[0] == ()
-    hinted = replace(spec, bag_size_hints=(2.0, 100.0))
-    assert histogram_features(hinted, 100.0, weighted=False, vbe=False)[0] == ()
-    assert "forward histogram: features 0:" in str(plan(spec, device, 100.0))
-    assert "forward gather: features 1:" in str(plan(spec, device, 100.0))
 
 
 @pytest.mark.parametrize("runs_per_tile", [1, 4, 16])

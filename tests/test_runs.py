@@ -14,7 +14,8 @@ from fbtriton.backward.runs import find_runs, table_sizes
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import LineariseConfig, LongRunConfig, RunsConfig, force_config
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags
+from fbtriton.spec import OperatorSpec
 from fbtriton.testing import make_batch
 
 pytestmark = pytest.mark.interpreter

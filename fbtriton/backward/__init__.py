@@ -27,8 +27,9 @@ from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
 from fbtriton.config import HistogramConfig, select_fused, select_long_run, target_of, uses_kernels
 from fbtriton.forward.routing import CountedTables, counted_tables, histogram_features
-from fbtriton.layout import Bags, OperatorSpec, RowGradients, RunTables, TableLayout
+from fbtriton.layout import Bags, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
+from fbtriton.spec import OperatorSpec
 from fbtriton.tlx.fused_long_run import fused_long_run, with_arrivals
 
 

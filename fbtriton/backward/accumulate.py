@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
-from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket, OperatorSpec
+from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket
 from fbtriton.optim import STATES
 from fbtriton.rows import load_tile, store_rows
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit

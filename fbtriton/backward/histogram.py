@@ -20,13 +20,14 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import update_rows
 from fbtriton.backward.long_run import add_slots
-from fbtriton.config import HistogramConfig, cdiv
+from fbtriton.config import HistogramConfig
 from fbtriton.forward.histogram import BLOCK_BINS, COUNT_OVERFLOW, count_bag, multiply_counts
 from fbtriton.forward.routing import CountedTables
-from fbtriton.launch import launch
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.launch import cdiv, launch
+from fbtriton.layout import Bags
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import bag_bounds, load_tile, mean_factor, store_tile, tile_mask, tile_pointer
+from fbtriton.spec import OperatorSpec
 
 APPLY_ROWS = 16  # slots that are added at once
 

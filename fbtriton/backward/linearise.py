@@ -19,10 +19,11 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
-from fbtriton.config import cdiv, launch_options, select_linearise
-from fbtriton.launch import launch
-from fbtriton.layout import Bags, Entries, OperatorSpec
+from fbtriton.config import select_linearise
+from fbtriton.launch import cdiv, launch, launch_options
+from fbtriton.layout import Bags, Entries
 from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit

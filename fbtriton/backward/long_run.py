@@ -19,11 +19,12 @@ from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import LongRunConfig, bucket_grid, cdiv, fixed_grid, launch_groups, launch_options, target_of
-from fbtriton.launch import launch
-from fbtriton.layout import Entries, OperatorSpec, RunTables
+from fbtriton.config import LongRunConfig, target_of
+from fbtriton.launch import bucket_grid, cdiv, fixed_grid, launch, launch_groups, launch_options
+from fbtriton.layout import Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit

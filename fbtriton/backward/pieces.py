@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, num_buckets
-from fbtriton.config import LongRunConfig, cdiv, fixed_grid, select_runs, target_of
-from fbtriton.launch import launch
+from fbtriton.config import LongRunConfig, select_runs, target_of
+from fbtriton.launch import cdiv, fixed_grid, launch
 from fbtriton.layout import RunTables
 from fbtriton.rows import upper_bound
 

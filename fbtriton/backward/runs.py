@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.workspace import carve
-from fbtriton.config import LongRunConfig, cdiv, fixed_grid, launch_options, select_runs, target_of
-from fbtriton.launch import launch
-from fbtriton.layout import Groups, LongRuns, OperatorSpec, Pieces, Runs, RunTables
+from fbtriton.config import LongRunConfig, select_runs, target_of
+from fbtriton.launch import cdiv, fixed_grid, launch, launch_options
+from fbtriton.layout import Groups, LongRuns, Pieces, Runs, RunTables
 from fbtriton.rows import upper_bound
+from fbtriton.spec import OperatorSpec
 
 # What is counted, in the order of RunTables.ranges and of the counts between the passes.
 RUNS = tl.constexpr(0)

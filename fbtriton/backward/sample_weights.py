@@ -12,8 +12,9 @@ from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import select_sample_grad
 from fbtriton.launch import launch
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags
 from fbtriton.rows import bag_bounds, bucket_bag, load_ids, load_tile, mean_factor, output_offset
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit(do_not_specialize=["first_bag", "batch_size", "num_entries"])

@@ -13,11 +13,12 @@ from fbtriton.backward.accumulate import registers_for, sum_gradients, update_ro
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range
-from fbtriton.config import bucket_grid, cdiv, launch_groups, launch_options, select_short_run, target_of
-from fbtriton.launch import launch
-from fbtriton.layout import Entries, OperatorSpec, RunTables
+from fbtriton.config import select_short_run, target_of
+from fbtriton.launch import bucket_grid, cdiv, launch, launch_groups, launch_options
+from fbtriton.layout import Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit

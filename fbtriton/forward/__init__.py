@@ -14,8 +14,9 @@ from fbtriton.config import uses_kernels
 from fbtriton.forward.gather import gather
 from fbtriton.forward.histogram import histogram
 from fbtriton.forward.routing import counted_tables, gathered_features, histogram_features
-from fbtriton.layout import Bags, OperatorSpec
+from fbtriton.layout import Bags
 from fbtriton.optim import make_stamp, stamp_size
+from fbtriton.spec import OperatorSpec
 
 
 class Forward(NamedTuple):

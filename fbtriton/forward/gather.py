@@ -12,10 +12,10 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
-from fbtriton.config import GatherConfig, cdiv, launch_options, select_gather, target_of
+from fbtriton.config import GatherConfig, select_gather, target_of
 from fbtriton.forward.routing import bag_length
-from fbtriton.launch import launch
-from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket, OperatorSpec
+from fbtriton.launch import cdiv, launch, launch_options
+from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket
 from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
@@ -27,6 +27,7 @@ from fbtriton.rows import (
     store_tile,
     write_stamp,
 )  # fmt: skip
+from fbtriton.spec import OperatorSpec
 
 
 @triton.jit

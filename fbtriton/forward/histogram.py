@@ -22,10 +22,10 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
-from fbtriton.config import HistogramConfig, cdiv, launch_options
+from fbtriton.config import HistogramConfig
 from fbtriton.forward.routing import count_bins, counted_features
-from fbtriton.launch import launch
-from fbtriton.layout import Bags, BoundsCheck, OperatorSpec
+from fbtriton.launch import cdiv, launch, launch_options
+from fbtriton.layout import Bags, BoundsCheck
 from fbtriton.rows import (
     bag_bounds,
     is_row,
@@ -37,6 +37,7 @@ from fbtriton.rows import (
     tile_pointer,
     write_stamp,
 )  # fmt: skip
+from fbtriton.spec import OperatorSpec
 
 OVERFLOW = 255
 COUNT_OVERFLOW = tl.constexpr(OVERFLOW)

@@ -23,7 +23,8 @@ from fbtriton.config import (
     target_of,
     uses_kernels,
 )  # fmt: skip
-from fbtriton.layout import Bucket, OperatorSpec
+from fbtriton.layout import Bucket
+from fbtriton.spec import OperatorSpec
 
 HISTOGRAM_DIMS = range(16, 257)
 

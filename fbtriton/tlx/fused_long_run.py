@@ -55,10 +55,12 @@ from fbtriton.backward.accumulate import sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.long_run import add_slots, store_slot
 from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import FusedConfig, LongRunConfig, fixed_grid, launch_options, target_of
-from fbtriton.layout import Bucket, Entries, OperatorSpec, RunTables
+from fbtriton.config import FusedConfig, LongRunConfig, target_of
+from fbtriton.launch import fixed_grid, launch_options
+from fbtriton.layout import Bucket, Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
+from fbtriton.spec import OperatorSpec
 from fbtriton.tlx import language
 from fbtriton.tlx.work_queue import REVISION, answer, ask, open_queue
 
