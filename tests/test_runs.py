@@ -103,7 +103,7 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
         pieces += [(cut, min(cut + long_run.piece_length, starts[run + 1])) for cut in cuts]
     before.append((len(keys), len(long_runs), len(pieces), len(groups)))
     for table, expected in ((tables.long_runs, long_runs), (tables.pieces, pieces), (tables.groups, groups)):
-        columns = [column[: len(expected)].tolist() for column in table]
+        columns = [column[: len(expected)].tolist() for column in table if column is not None]
         assert list(zip(*columns, strict=True)) == expected
     sizes = table_sizes(num_slots, layout.no_key, long_run)
     for name, expected in (("runs", keys), ("long_runs", long_runs), ("pieces", pieces), ("groups", groups)):
