@@ -72,7 +72,7 @@ class HistogramConfig:
     pool_warps: int = 4
     pool_registers: int | None = 128
     pool_row_bytes: int = 128  # of a row of the table in one program; a power of two, at least 64
-    max_repeats: float = 64.0  # ids in a bag for each row of the table; counts of 255 are slow
+    max_repeats: float = 8.0  # ids in a long bag for each row of the table; a hot row's count of 255 is slow
     grad_chunk: int = 2048  # of the backward: bags of a program, a multiple of grad_bags
     grad_bags: int = 64  # side by side; a power of two, at least 16
     grad_columns: int = 64  # a power of two, at least 16

@@ -352,6 +352,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(WithoutCaches, FbgemmNames):
             pruned_indices_offsets: list i is pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
             logical_table_ids, buffer_ids: one each for every list to reset: its feature, and its number i.
         """
+        self._needs_optimizer("reset_embedding_weight_momentum")
         if self._kind is not EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             return
         starts = pruned_indices_offsets.tolist()

@@ -50,7 +50,15 @@ def _placed(prefix: str, place: str) -> Any:
     def replace(self: FbgemmNames, tensor: Tensor) -> None:
         name = self._name_in_bags(prefix)
         if name is None or place != self.place:
+            if tensor.numel() == 0:
+                return
             raise ValueError(f"{prefix}_{place} must stay empty: nothing of this module lies there")
+        before: Tensor = getattr(self.bags, name)
+        if tensor.shape != before.shape or tensor.dtype != before.dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{prefix}_{place} must be a contiguous tensor of {before.dtype} of shape {list(before.shape)}, which"
+                f" has padding between tables, got {tensor.dtype} of shape {list(tensor.shape)}"
+            )
         setattr(self.bags, name, tensor)
 
     return property(get, replace, doc=f"The flat {prefix} if the tables lie there ({place}), otherwise empty.")

@@ -58,7 +58,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         kernel: a `@triton.jit` function whose global constants do not change.
         arguments: all of the kernel's, and of Triton's options num_warps, maxnreg and debug.
     """
-    if kernels_on_cpu.get():
+    if kernels_on_cpu.get() or backend.get() != "cuda":  # on AMD the size of a tensor's memory selects a variant too
         kernel[grid](**arguments)
         return
     get = arguments.get

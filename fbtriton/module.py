@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fbtriton import reference
 from fbtriton.bounds_check import MODES, REPORT_SIZE, BoundsReport, read_report
@@ -186,7 +187,7 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def _upload(self) -> None:
         """Copy what kernels read of the specification to the device, so that no copy falls into a capture."""
-        if self.weights.is_cuda:
+        if self.weights.is_cuda and not isinstance(self.weights, FakeTensor):  # caches outlive a fake mode
             self.spec.layout.on_device(self.weights.device)
             upload_routes(self.spec, self.weights.device)
 
@@ -280,7 +281,7 @@ class TableBatchedEmbeddingBags(nn.Module):
     def learning_rate(self, value: float) -> None:
         self._check_learns()
         check_range("learning_rate", value)
-        self.hyperparameters[0] = value
+        self.set_hyperparameter(self.optimizer.hyperparameter_names[0], value)
 
     def _check_learns(self) -> None:
         if not self.optimizer.hyperparameter_names:
@@ -296,6 +297,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         _check_choice("name", name, names)
         self.optimizer.check_hyperparameter(name, value)
         self.hyperparameters[names.index(name)] = value
+        self.optimizer = replace(self.optimizer, **{name: float(value)})
 
     def init_uniform_(self, low: float, high: float) -> TableBatchedEmbeddingBags:
         """Fill every table with uniform numbers from [low, high), from torch's generator, in place."""

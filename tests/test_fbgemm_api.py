@@ -139,6 +139,10 @@ def test_weights_can_be_replaced():
     assert not torch.equal(given, before) and tbe.weights_host.data_ptr() == given.data_ptr()
     with pytest.raises(ValueError, match="weights_dev must stay empty"):
         tbe.weights_dev = tbe.weights_host
+    tbe.weights_dev = tbe.weights_host.new_empty(0)
+    for wrong in (given[1:], given.half(), torch.stack([given, given], dim=1)[:, 0]):
+        with pytest.raises(ValueError, match="weights_host must be a contiguous tensor of torch.float32 of shape"):
+            tbe.weights_host = wrong
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fbtriton import launch as launching
-from fbtriton.config import kernels_on_cpu
+from fbtriton.config import backend, kernels_on_cpu
 
 
 @dataclass
@@ -45,9 +45,10 @@ class Recorder:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    token = kernels_on_cpu.set(False)
+    tokens = kernels_on_cpu.set(False), backend.set("cuda")
     yield Recorder()
-    kernels_on_cpu.reset(token)
+    kernels_on_cpu.reset(tokens[0])
+    backend.reset(tokens[1])
 
 
 ALIGNED = torch.zeros(64)

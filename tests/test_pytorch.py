@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fbtriton
-from fbtriton import ComputeDevice, EmbeddingLocation, OptimType, RowwiseAdagrad, Table
+from fbtriton import Adam, ComputeDevice, EmbeddingLocation, OptimType, RowwiseAdagrad, Table
 
 ROWS, DIMS = (9, 5, 7), (4, 3, 8)
 OPTIONS = [pytest.param(name, id=name) for name in ("native", "fbgemm")]
@@ -278,3 +278,13 @@ def make_of_one_dim(kind, options):
     )
     module.init_embedding_weights_uniform(-1, 1)
     return module
+
+
+def test_iterations_under_checkpointing(any_device):
+    """A forward that checkpointing runs again is one with gradients on, and counts."""
+    module = fbtriton.TableBatchedEmbeddingBags([Table(5, 4)], optimizer=Adam(0.1), device=any_device)
+    indices, offsets = torch.tensor([1, 2], device=any_device), torch.tensor([0, 2], device=any_device)
+    checkpoint(module, indices, offsets, use_reentrant=False).sum().backward()
+    assert module.iter == 2
+    module(indices, offsets).sum().backward()
+    assert module.iter == 3

@@ -39,6 +39,7 @@ class Request:
 
     kernel: str  # a value of EmbeddingComputeKernel
     features: tuple[str, ...]  # of the group of tables, in order
+    fully_sharded: bool = False  # the kernel takes the weights' memory away between forward and backward
 
 
 _request: ContextVar[Request | None] = ContextVar("torchrec_integration_request", default=None)
@@ -51,8 +52,8 @@ def is_requested() -> bool:
 
 
 @contextlib.contextmanager
-def requesting(kernel: str, features: list[str]) -> Iterator[None]:
-    token = _request.set(Request(kernel, tuple(features)))
+def requesting(kernel: str, features: list[str], fully_sharded: bool) -> Iterator[None]:
+    token = _request.set(Request(kernel, tuple(features), fully_sharded))
     try:
         yield
     finally:
@@ -93,10 +94,12 @@ def _make(gate: _GateType, *args: Any, **kwargs: Any) -> Any:
         logger.info("%s kernel of tables %s: fbtriton", kernel, tables)
         return tbe
     reason = "FUSED is FBGEMM's unless install(fused=True)"
-    if gate.takes_fused:
+    if gate.takes_fused and request is not None and request.fully_sharded:
+        reason = "ShardingStrategy.FULLY_SHARDED takes the weights' memory away between forward and backward"
+    elif gate.takes_fused:
         try:
             tbe = _make_fbtriton(*args, **kwargs)
-        except (NotImplementedError, ValueError) as error:
+        except (NotImplementedError, ValueError, TypeError) as error:  # TypeError: an argument that we do not know
             reason = str(error)
         else:
             logger.info("%s kernel of tables %s: fbtriton, as install(fused=True) asks", kernel, tables)
@@ -142,10 +145,15 @@ def creating(create: Callable[..., Any], kernels: Any) -> Callable[..., Any]:
     def create_embedding_kernel(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments["config"]
-        with requesting(config.compute_kernel.value, config.feature_names()):
+        fully_sharded = _is_fully_sharded(bound.arguments.get("env"))
+        with requesting(config.compute_kernel.value, config.feature_names(), fully_sharded):
             if config.compute_kernel != kernels.FUSED_TRITON:
                 return create(*args, **kwargs)
-            _refuse_fully_sharded(bound.arguments.get("env"))
+            if fully_sharded:
+                raise NotImplementedError(
+                    "FUSED_TRITON with ShardingStrategy.FULLY_SHARDED is not supported: use the default strategy of"
+                    " DMPCollection, or the kernel FUSED"
+                )
             bound.arguments["config"] = dataclasses.replace(config, compute_kernel=kernels.FUSED)
             kernel = create(*bound.args, **bound.kwargs)
         kernel._config = config  # so that what reads it sees FUSED_TRITON
@@ -154,13 +162,9 @@ def creating(create: Callable[..., Any], kernels: Any) -> Callable[..., Any]:
     return create_embedding_kernel
 
 
-def _refuse_fully_sharded(env: Any) -> None:
+def _is_fully_sharded(env: Any) -> bool:
     strategy = getattr(env, "sharding_strategy", None)
-    if getattr(strategy, "name", None) == "FULLY_SHARDED":
-        raise NotImplementedError(
-            "FUSED_TRITON with ShardingStrategy.FULLY_SHARDED is not supported: use the default strategy of"
-            " DMPCollection, or the kernel FUSED"
-        )
+    return getattr(strategy, "name", None) == "FULLY_SHARDED"
 
 
 def choosing_output_dtype(choose: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -6,8 +6,8 @@ A program multiplies a chunk of neighbouring bags on the tensor cores and stores
 second launch adds the slots of each row in their order and applies the optimizer.
 
 Error: as in `fbtriton.forward.histogram`. Counts are exact; fp16 gradients are multiplied as they are, bf16 ones as
-tf32, which holds them exactly, fp32 ones in two tf32 parts, which leaves 2^-22 of a gradient. So a sum differs from
-that of the sorted path by its order of additions and, for fp32, by at most 2^-22 of the sum of magnitudes. Chunks with
+tf32, which holds them exactly, fp32 ones in two tf32 parts, which leaves 2^-21 of a gradient. So a sum differs from
+that of the sorted path by its order of additions and, for fp32, by at most 2^-21 of the sum of magnitudes. Chunks with
 a count that did not fit its byte, or whose sum is NaN, are added up again bag by bag in fp32, so a gradient that is
 not finite reaches only the rows of its bag.
 """

@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     output: Tensor  # pooled rows, of `BatchShape.output_shape`
     stamp: Tensor  # see `fbtriton.rows`
     offsets: Tensor  # the repaired offsets; empty if they were checked before
-    counts: Tensor  # see `forward.histogram`; empty if the backward makes no use of them
+    counts: Tensor  # see `forward.histogram`, of all counted features; empty if the backward makes no use of any
 
 
 def forward(

@@ -10,8 +10,8 @@ reaches only the bags that hold its row. The counts are kept for `fbtriton.backw
 
 Error: counts up to 254 are exact in fp16 and tf32. fp16 weights are multiplied as they are, bf16 weights as tf32,
 which holds them exactly; the products are exact in the fp32 accumulator. fp32 weights are split into two tf32 parts,
-which leaves 2^-22 of a weight. So a sum differs from the gather's by its order of additions and, for fp32 weights, by
-at most 2^-22 of the sum of magnitudes.
+which leaves 2^-21 of a weight. So a sum differs from the gather's by its order of additions and, for fp32 weights, by
+at most 2^-21 of the sum of magnitudes.
 """
 
 from __future__ import annotations

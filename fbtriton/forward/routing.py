@@ -15,6 +15,7 @@ from fbtriton.batch import BatchShape
 from fbtriton.config import (
     HistogramConfig,
     Target,
+    backend,
     select_fused,
     select_gather,
     select_histogram,
@@ -89,7 +90,8 @@ def upload_routes(spec: OperatorSpec, device: torch.device) -> None:
     """Copy to the device what any route of later batches needs, so that no copy falls into a capture."""
     layout = spec.layout
     for least_rows in (None, *(1 << n for n in range(MAX_ROWS_BITS))):
-        counted = _histogram_features(spec, least_rows, False, select_histogram())
+        config = select_histogram()
+        counted = _histogram_features(spec, least_rows, config) if _can_count(spec, config) else ()
         lists = [features for _, features in gathered_features(spec, counted)]
         lists += [numbers for _, *both in counted_features(spec, counted) for numbers in both]
         tables = counted_tables(spec, counted)
@@ -133,18 +135,37 @@ def histogram_features(
 ) -> tuple[tuple[int, ...], HistogramConfig]:
     """The features that are counted and multiplied, and how; the others are gathered."""
     config = select_histogram()
-    return _histogram_features(spec, _least_rows(mean_length, config), weighted or vbe, config), config
+    if weighted or vbe or not _can_count(spec, config):
+        return (), config
+    # With hints the length of this batch is not asked for, so that a compiled graph does not depend on it.
+    least_rows = None if spec.bag_size_hints else _least_rows(mean_length, config)
+    return _histogram_features(spec, least_rows, config), config
+
+
+def _can_count(spec: OperatorSpec, config: HistogramConfig) -> bool:
+    """Whether bags of some length would make the route count. Products in tf32 are for NVIDIA."""
+    if not spec.pooled or backend.get() != "cuda":
+        return False
+    return _has_small_table(spec, config)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_small_table(spec: OperatorSpec, config: HistogramConfig) -> bool:
+    return any(rows <= config.max_rows and dim in HISTOGRAM_DIMS for rows, dim in spec.tables)
 
 
 MAX_ROWS_BITS = 16  # so many numbers of rows, each a power of two, are told apart
+SHORT_OF_OVERFLOW = 128.0  # ids in a bag; few bags of this mean length have 255
 
 
 def _least_rows(mean_length: float, config: HistogramConfig) -> int | None:
     """Rows from which a table is large enough to be counted, a power of two; None = the bags are too short."""
     if mean_length < config.min_length:
         return None
+    if mean_length <= SHORT_OF_OVERFLOW:
+        return 1
     for bits in range(MAX_ROWS_BITS - 1):  # comparisons alone, because the length may be symbolic
-        if mean_length <= config.max_repeats * (1 << bits):
+        if mean_length <= config.max_repeats * (1 << bits) or 1 << bits > config.max_rows:
             return 1 << bits
     return 1 << (MAX_ROWS_BITS - 1)
 
@@ -156,7 +177,7 @@ def count_bins(spec: OperatorSpec, counted: tuple[int, ...]) -> int:
 
 def kept_counts(spec: OperatorSpec, num_entries: int, shape: BatchShape, *, weighted: bool, vbe: bool) -> list[int]:
     """The shape of the counts that the forward keeps for the backward; [0] if it keeps none."""
-    if shape.num_bags == 0:
+    if weighted or vbe or not _can_count(spec, select_histogram()) or shape.num_bags == 0:
         return [0]
     counted, _ = histogram_features(spec, num_entries / shape.num_bags, weighted=weighted, vbe=vbe)
     if not counted_tables(spec, counted):
@@ -165,11 +186,8 @@ def kept_counts(spec: OperatorSpec, num_entries: int, shape: BatchShape, *, weig
 
 
 @functools.lru_cache(maxsize=256)
-def _histogram_features(
-    spec: OperatorSpec, least_rows: int | None, excluded: bool, config: HistogramConfig
-) -> tuple[int, ...]:
-    if excluded or not spec.pooled:
-        return ()
+def _histogram_features(spec: OperatorSpec, least_rows: int | None, config: HistogramConfig) -> tuple[int, ...]:
+    """least_rows of features without a hint."""
     chosen = []
     for feature, table in enumerate(spec.feature_tables):
         rows, dim = spec.tables[table]

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_gradients, update_rows
+from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.long_run import add_slots, store_slot
 from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
@@ -258,7 +258,7 @@ def fused_long_run(
             UNIT=form.unit,
             CLC=config.clc,
             REDUCE=config.reduce,
-            **launch_options(long_run.num_warps, long_run.registers),
+            **launch_options(long_run.num_warps, registers_for(long_run.registers, [bucket], spec)),
         )
 
 
