@@ -189,12 +189,12 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
 
 def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bags) -> int | None:
     """More than the configuration says where a program has bags of several tables, rows need several narrow loads, or
-    weights come with wide ids: with fewer the loop over the rows would spill."""
+    there are weights, above all beside wide ids: with fewer the loop over the rows would spill."""
     if config.registers is None:
         return None
     narrow = bucket.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
-    wide_and_weighted = bags.sample_weights is not None and bags.indices.element_size() == 8
-    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow + 16 * wide_and_weighted
+    for_weights = 2 * bags.indices.element_size() if bags.sample_weights is not None else 0
+    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow + for_weights
 
 
 def gather(
