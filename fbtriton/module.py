@@ -281,7 +281,8 @@ class TableBatchedEmbeddingBags(nn.Module):
     def learning_rate(self, value: float) -> None:
         self._check_learns()
         check_range("learning_rate", value)
-        self.set_hyperparameter(self.optimizer.hyperparameter_names[0], value)
+        self.hyperparameters[0] = value
+        self.optimizer = replace(self.optimizer, lr=float(value))
 
     def _check_learns(self) -> None:
         if not self.optimizer.hyperparameter_names:
@@ -297,7 +298,6 @@ class TableBatchedEmbeddingBags(nn.Module):
         _check_choice("name", name, names)
         self.optimizer.check_hyperparameter(name, value)
         self.hyperparameters[names.index(name)] = value
-        self.optimizer = replace(self.optimizer, **{name: float(value)})
 
     def init_uniform_(self, low: float, high: float) -> TableBatchedEmbeddingBags:
         """Fill every table with uniform numbers from [low, high), from torch's generator, in place."""
