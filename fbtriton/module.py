@@ -282,7 +282,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._check_learns()
         check_range("learning_rate", value)
         self.hyperparameters[0] = value
-        self.optimizer = replace(self.optimizer, lr=float(value))
+        self.optimizer = replace(self.optimizer, **{self.optimizer.hyperparameter_names[0]: float(value)})
 
     def _check_learns(self) -> None:
         if not self.optimizer.hyperparameter_names:
