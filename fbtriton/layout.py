@@ -196,6 +196,10 @@ class Bucket:
         """Columns of a tile: the next power of two."""
         return 1 << (self.dim - 1).bit_length()
 
+    def has_narrow_rows(self, itemsize: int) -> bool:
+        """Whether rows cannot be loaded 16 bytes a lane."""
+        return self.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
+
 
 def _exclusive_sums(values: list[int]) -> list[int]:
     sums = [0]

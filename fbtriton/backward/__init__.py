@@ -25,7 +25,7 @@ from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
-from fbtriton.config import HistogramConfig, select_fused, select_long_run, target_of, uses_kernels
+from fbtriton.config import select_fused, select_long_run, target_of, uses_kernels
 from fbtriton.forward.routing import CountedTables, counted_tables, histogram_features
 from fbtriton.layout import Bags, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
@@ -94,7 +94,8 @@ def backward(
     if not trains:
         return sample_grad
     optimizer_states = OptimizerStates(*states, *[None] * (2 - len(states)))
-    counted, config, left_out = _counted(counts, bags, shape, spec)
+    counted = _counted(counts, bags, shape, spec)
+    left_out = tuple(f for part in counted for f in part.features)
     sorts = not left_out or spec.trained_features - set(left_out)
     if counts is not None and counted:
         histogram(
@@ -107,7 +108,6 @@ def backward(
             counts=counts,
             bags=bags,
             tables=counted,
-            config=config,
             spec=spec,
         )
     if sorts:
@@ -127,21 +127,18 @@ def backward(
     return sample_grad
 
 
-def _counted(
-    counts: Tensor | None, bags: Bags, shape: BatchShape, spec: OperatorSpec
-) -> tuple[tuple[CountedTables, ...], HistogramConfig, tuple[int, ...]]:
-    """The tables for which the forward has left counts, how they are updated, and their features."""
-    features, config = histogram_features(
+def _counted(counts: Tensor | None, bags: Bags, shape: BatchShape, spec: OperatorSpec) -> tuple[CountedTables, ...]:
+    """The tables for which the forward has left counts."""
+    if counts is None or counts.numel() == 0:
+        return ()
+    features, _ = histogram_features(
         spec,
         bags.indices.numel() / shape.num_bags,
         weighted=bags.sample_weights is not None,
         vbe=bags.vbe is not None,
     )
-    if counts is None or counts.numel() == 0:
-        return (), config, ()
     assert counts.shape[0] == len(features), "forward and backward take the same route"
-    tables = counted_tables(spec, features)
-    return tables, config, tuple(f for part in tables for f in part.features)
+    return counted_tables(spec, features)
 
 
 def _update_by_runs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
-from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bucket
+from fbtriton.layout import Bucket
 from fbtriton.optim import STATES
 from fbtriton.rows import load_tile, store_rows
 from fbtriton.spec import OperatorSpec
@@ -46,7 +46,6 @@ def registers_for(configured: int | None, buckets: list[Bucket], spec: OperatorS
     fewer the loop would spill."""
     if configured is None:
         return None
-    itemsize = spec.torch_weights_dtype.itemsize
-    narrow = min(bucket.row_alignment for bucket in buckets) * itemsize < ROW_ALIGNMENT_BYTES
+    narrow = any(bucket.has_narrow_rows(spec.torch_weights_dtype.itemsize) for bucket in buckets)
     elementwise = sum(not state.rowwise for state in STATES[spec.optimizer])
     return configured + 64 * narrow + 32 * elementwise

@@ -20,7 +20,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import update_rows
 from fbtriton.backward.long_run import add_slots
-from fbtriton.config import HistogramConfig
+from fbtriton.config import select_histogram
 from fbtriton.forward.histogram import BLOCK_BINS, COUNT_OVERFLOW, count_bag, multiply_counts
 from fbtriton.forward.routing import CountedTables
 from fbtriton.launch import cdiv, launch
@@ -142,8 +142,7 @@ def apply_counted_kernel(
 
 def histogram(
     *, weights: Tensor, states: OptimizerStates, stamp: Tensor, step: Tensor | None, grad_output: Tensor,
-    grad_alignments: list[int], counts: Tensor, bags: Bags, tables: tuple[CountedTables, ...],
-    config: HistogramConfig, spec: OperatorSpec,
+    grad_alignments: list[int], counts: Tensor, bags: Bags, tables: tuple[CountedTables, ...], spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of some tables in place, in two launches for each dim.
 
@@ -151,6 +150,7 @@ def histogram(
         step: of stochastic rounding, [1] int64; advanced. None = the sorted path does it.
         counts: [counted features, B, bins] uint8 of the forward.
     """
+    config = select_histogram()
     layout, device = spec.layout, weights.device
     features = layout.on_device(device).features
     optimizer = OPTIMIZERS[spec.optimizer]

@@ -15,7 +15,7 @@ from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, r
 from fbtriton.config import GatherConfig, select_gather, target_of
 from fbtriton.forward.routing import bag_length
 from fbtriton.launch import cdiv, launch, launch_options
-from fbtriton.layout import ROW_ALIGNMENT_BYTES, Bags, BoundsCheck, Bucket
+from fbtriton.layout import Bags, BoundsCheck, Bucket
 from fbtriton.rows import (
     bag_bounds,
     bucket_bag,
@@ -192,7 +192,7 @@ def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bag
     there are weights, above all beside wide ids: with fewer the loop over the rows would spill."""
     if config.registers is None:
         return None
-    narrow = bucket.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
+    narrow = bucket.has_narrow_rows(itemsize)
     for_weights = 2 * bags.indices.element_size() if bags.sample_weights is not None else 0
     return config.registers + 16 * (bags.vbe is not None) + 32 * narrow + for_weights
 

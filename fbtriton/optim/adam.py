@@ -44,24 +44,46 @@ def adam_direction(grad, first, second, square, stamp_ptr):
 
 
 @triton.jit
-def update_adam(
-    weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def step_moments(grad, state, states, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the new moments of each weight. -> `adam_direction`"""
     direction, first, second = adam_direction(grad, state[0], state[1], grad * grad, stamp_ptr)
     store_tile(states.first, weight_offset, first, live, DIM, BLOCK_D)
     store_tile(states.second, weight_offset, second, live, DIM, BLOCK_D)
+    return direction
+
+
+@triton.jit
+def step_rowwise_moments(
+    grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """`step_moments` with one second moment for each row."""
+    square = tl.sum(grad * grad, axis=1, keep_dims=True) / DIM
+    direction, first, second = adam_direction(grad, state[0], state[1], square, stamp_ptr)
+    store_tile(states.first, weight_offset, first, live, DIM, BLOCK_D)
+    store_row_state(states.second, state_row, tl.sum(second, axis=1), live)
+    return direction
+
+
+@triton.jit
+def decayed_step(weight, direction, stamp_ptr):
+    """The new row."""
     return weight - hyperparameter(stamp_ptr, 0) * (direction + hyperparameter(stamp_ptr, 4) * weight)
+
+
+@triton.jit
+def update_adam(
+    weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    direction = step_moments(grad, state, states, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
+    return decayed_step(weight, direction, stamp_ptr)
 
 
 @triton.jit
 def update_partial_rowwise_adam(
     weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    square = tl.sum(grad * grad, axis=1, keep_dims=True) / DIM
-    direction, first, second = adam_direction(grad, state[0], state[1], square, stamp_ptr)
-    store_tile(states.first, weight_offset, first, live, DIM, BLOCK_D)
-    store_row_state(states.second, state_row, tl.sum(second, axis=1), live)
-    return weight - hyperparameter(stamp_ptr, 0) * (direction + hyperparameter(stamp_ptr, 4) * weight)
+    direction = step_rowwise_moments(grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
+    return decayed_step(weight, direction, stamp_ptr)
 
 
 def reference_direction(grad: Tensor, states: list[Tensor], hyperparameters: list[float]) -> Tensor:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.optim.adam import adam_direction, load_moments, load_rowwise_moments, reference_direction
-from fbtriton.optim.base import Optimizer, RowUpdate, StateSpec, store_row_state
+from fbtriton.optim.adam import (
+    load_moments,
+    load_rowwise_moments,
+    reference_direction,
+    step_moments,
+    step_rowwise_moments,
+)
+from fbtriton.optim.base import Optimizer, RowUpdate, StateSpec
 from fbtriton.optim.sgd import row_norms
-from fbtriton.rows import hyperparameter, store_tile, tile_mask
+from fbtriton.rows import hyperparameter, tile_mask
 
 
 @triton.jit
@@ -30,9 +36,7 @@ def scaled_step(weight, direction, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: 
 def update_lamb(
     weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    direction, first, second = adam_direction(grad, state[0], state[1], grad * grad, stamp_ptr)
-    store_tile(states.first, weight_offset, first, live, DIM, BLOCK_D)
-    store_tile(states.second, weight_offset, second, live, DIM, BLOCK_D)
+    direction = step_moments(grad, state, states, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
     return scaled_step(weight, direction, live, stamp_ptr, DIM, BLOCK_D)
 
 
@@ -40,10 +44,7 @@ def update_lamb(
 def update_partial_rowwise_lamb(
     weight, grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    square = tl.sum(grad * grad, axis=1, keep_dims=True) / DIM
-    direction, first, second = adam_direction(grad, state[0], state[1], square, stamp_ptr)
-    store_tile(states.first, weight_offset, first, live, DIM, BLOCK_D)
-    store_row_state(states.second, state_row, tl.sum(second, axis=1), live)
+    direction = step_rowwise_moments(grad, state, states, state_row, weight_offset, live, stamp_ptr, DIM, BLOCK_D)
     return scaled_step(weight, direction, live, stamp_ptr, DIM, BLOCK_D)
 
 
