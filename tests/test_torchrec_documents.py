@@ -70,7 +70,8 @@ def run_under_torchrun(code, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
 

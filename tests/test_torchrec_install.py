@@ -63,7 +63,8 @@ def test_uninstall_puts_everything_back(fused):
 
 def run_python(code, **environment):
     command = [sys.executable, "-W", "ignore", "-c", code]
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)} | environment
+    path = [os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     return done.returncode, done.stdout, done.stderr
 
