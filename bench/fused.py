@@ -22,7 +22,7 @@ from fbtriton import tlx
 from fbtriton.config import FusedConfig, force_config
 
 KERNELS = (
-    "expand_kernel", "grad_accum_kernel", "add_groups_kernel", "apply_kernel", "clear_rows_kernel",
+    "grad_accum_kernel", "add_groups_kernel", "apply_kernel", "clear_rows_kernel",
     "fused_long_run_kernel",
 )  # fmt: skip
 APART = "apart"

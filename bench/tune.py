@@ -87,17 +87,18 @@ def product_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LineariseConfig
 
-    for block, ways, warps, registers in itertools.product((1024, 2048), (64, 256), (4, 8), (None, 64, 48, 40)):
+    for block, ways, warps, registers in itertools.product((1024, 2048), (64, 256), (4, 8), (None, 80, 64, 48)):
         yield LineariseConfig(block, ways, warps, registers)
 
 
 def runs_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import RunsConfig
 
-    options = itertools.product((256, 512, 1024), (2, 4, 8), (8, 16, 32), (None, 64, 48, 40))
-    for block, warps, programs, registers in options:
+    for block, warps, registers in itertools.product((256, 512, 1024), (2, 4, 8), (None, 72, 64)):
         if 2 <= block // (32 * warps) <= 4:
-            yield RunsConfig(block, warps, programs, registers)
+            yield RunsConfig(block, warps, registers=registers)
+    for programs in (8, 32):
+        yield RunsConfig(programs_per_multiprocessor=programs)
 
 
 def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
@@ -114,10 +115,11 @@ def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def long_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LongRunConfig
 
-    options = itertools.product((16, 32, 64), (64, 128), (2, 4, 8), (1, 2, 4), (None, 64, 96))
-    for threshold, piece, rows, unroll, registers in options:
+    cuts = [(16, 64, 64), (32, 64, 64), (64, 64, 64), (32, 128, 64), (64, 128, 64), (32, 64, 128), (32, 32, 64)]
+    for (threshold, piece, fan_in), rows, unroll in itertools.product(cuts, (1, 2, 4, 8), (2, 4)):
         if 8 <= rows * dim // 32 <= 32 and rows * unroll * dim // 32 <= 64:
-            yield LongRunConfig(threshold, piece, rows_per_step=rows, unroll=unroll, registers=registers)
+            slots = max(1, min(16, 512 >> (dim - 1).bit_length()))
+            yield LongRunConfig(threshold, piece, fan_in, rows, unroll, slots, registers=64)
 
 
 TUNABLES = {

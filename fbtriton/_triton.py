@@ -10,7 +10,8 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
-    from triton.runtime.jit import JITFunction
+    from triton import knobs
+    from triton.runtime import driver
 
     HAS_TRITON = True
 except ImportError:
@@ -26,6 +27,16 @@ except ImportError:
             return function if function is not None else (lambda decorated: decorated)
 
     triton = tl = _NoTriton()  # type: ignore[assignment]
-    JITFunction = _NoTriton  # type: ignore[misc]
 
-__all__ = ["HAS_TRITON", "JITFunction", "tl", "triton"]
+
+def has_launch_hooks() -> bool:
+    """Whether somebody, such as a profiler, is told of every launch."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def current_stream(device: int) -> int:
+    """The handle of PyTorch's current stream on a device, by number."""
+    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+
+
+__all__ = ["HAS_TRITON", "current_stream", "has_launch_hooks", "tl", "triton"]

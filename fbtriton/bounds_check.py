@@ -28,7 +28,7 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.config import INTERPRET, EntryConfig, select_entry, target_of
-from fbtriton.launch import cdiv, fixed_grid, launch
+from fbtriton.launch import Constants, cdiv, fixed_grid, launch
 from fbtriton.layout import Bags, BoundsCheck
 from fbtriton.rows import first_bag_of, is_bad_id, upper_bound
 from fbtriton.spec import OperatorSpec
@@ -262,6 +262,11 @@ def chunk_size(num_offsets: int) -> int:
     return max(LEAST_CHUNK, cdiv(cdiv(num_offsets, CHUNKS), 16) * 16)
 
 
+CHECK_CONSTANTS = {
+    fatal: Constants(BLOCK=CHUNK_BLOCK, FATAL=fatal, debug=fatal, num_warps=CHUNK_WARPS) for fatal in (False, True)
+}
+
+
 def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCheck:
     """One launch: the offsets, each kept in [0, N], and where they are bad. If none is, they are repaired."""
     offsets = bags.offsets
@@ -274,21 +279,17 @@ def check_offsets(*, bags: Bags, report: Tensor, spec: OperatorSpec) -> BoundsCh
         ever_bad=report[REPORT_SIZE - 1 :],
         sealed=scratch[CHUNKS + CHUNK_WORDS :],
     )
-    fatal = spec.bounds_check == "fatal"
     chunk = chunk_size(offsets.numel())
     launch(
         check_offsets_kernel,
         (cdiv(offsets.numel(), chunk),),
+        CHECK_CONSTANTS[spec.bounds_check == "fatal"],
         check=check,
         report_ptr=counting_report(report, spec),
         offsets_ptr=offsets,
         num_offsets=offsets.numel(),
         num_entries=bags.indices.numel(),
         chunk=chunk,
-        BLOCK=CHUNK_BLOCK,
-        FATAL=fatal,
-        debug=fatal,
-        num_warps=CHUNK_WARPS,
     )
     return check
 

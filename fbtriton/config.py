@@ -11,10 +11,10 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -94,13 +94,13 @@ class LineariseConfig:
     block: int = 1024  # a multiple of RunsConfig.block
     ways: int = 256  # offsets that are compared at once in the search for the block's bags
     num_warps: int = 4
-    registers: int | None = None  # see GatherConfig
+    registers: int | None = 64  # see GatherConfig
     offset_bits: int = 32  # of an offset that the sort carries; fewer only to test the wider forms
 
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """The passes over the sorted keys: neighbouring blocks of keys a program; and the tables of pieces."""
+    """The passes over the sorted keys: neighbouring blocks of keys a program."""
 
     block: int = 512
     num_warps: int = 4
@@ -124,7 +124,7 @@ class LongRunConfig:
     """Long runs: pieces of fixed length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
-    piece_length: int = 64  # at least the threshold
+    piece_length: int = 64  # entries; a run with fewer than two pieces is not cut
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
@@ -134,11 +134,8 @@ class LongRunConfig:
     registers: int | None = None  # of grad_accum; see GatherConfig
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threshold <= self.piece_length or self.piece_length % self.rows_per_step or self.fan_in < 2:
-            raise ValueError(
-                "LongRunConfig needs 1 <= threshold <= piece_length, piece_length a multiple of rows_per_step and"
-                f" fan_in >= 2, got {self}"
-            )
+        if min(self.threshold, self.piece_length) < 1 or self.fan_in < 2:
+            raise ValueError(f"LongRunConfig needs threshold >= 1, piece_length >= 1 and fan_in >= 2, got {self}")
 
 
 @dataclass(frozen=True)
@@ -192,16 +189,18 @@ GATHER_ROWS: tuple[TableRow, ...] = (
 )
 
 
-def table_row(
-    rows: tuple[TableRow, ...], gpu: str, dim: int, itemsize: int, mean_length: float
-) -> tuple[Any, str] | None:
-    """The row for this GPU, dim and dtype whose bags are nearest in length, if that is within a factor of 1.5."""
-    near = [row for row in rows if (row.gpu, row.dim, row.itemsize) == (gpu, dim, itemsize)]
+@functools.cache
+def gather_rows(gpu: str, dim: int, itemsize: int) -> tuple[TableRow, ...]:
+    return tuple(row for row in GATHER_ROWS if (row.gpu, row.dim, row.itemsize) == (gpu, dim, itemsize))
+
+
+def nearest_row(rows: tuple[TableRow, ...], mean_length: float) -> tuple[Any, str] | None:
+    """The row whose bags are nearest in length, if that is within a factor of 1.5."""
 
     def distance(row: TableRow) -> float:
         return abs(math.log(max(mean_length, 0.1) / row.mean_length))
 
-    best = min(near, key=distance, default=None)
+    best = min(rows, key=distance, default=None)
     if best is None or distance(best) > math.log(1.5):
         return None
     return best.config, f"measured on {best.workload}, {best.date}"
@@ -218,9 +217,9 @@ SHORT_RUN_ROWS: dict[tuple[str, int, int], TableRow] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForcedConfig:
-    """None = selected from the shapes. A mapping has one configuration for each dim."""
+    """None = selected from the shapes. A mapping has one configuration for each dim. Equal only to itself."""
 
     entry: EntryConfig | None = None
     gather: GatherConfig | Mapping[int, GatherConfig] | None = None
@@ -246,6 +245,23 @@ def force_config(**configs: Any) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def planned(function: Callable[P, T]) -> Callable[P, T]:
+    """Remember what a function makes of hashable arguments; what is forced makes other plans, as do other backends."""
+    make: Callable[..., T] = function
+    remembered: Any = functools.lru_cache(maxsize=1024)(lambda forced, backend, *arguments: make(*arguments))
+
+    @functools.wraps(function)
+    def plan(*arguments: P.args, **named: P.kwargs) -> T:
+        assert not named, "plans take their arguments by position"
+        return remembered(_forced, backend.get(), *arguments)  # type: ignore[no-any-return]
+
+    return plan
 
 
 @functools.cache
@@ -274,13 +290,16 @@ def select_gather(gpu: str, dim: int, itemsize: int, mean_length: float) -> tupl
     """The configuration for rows of dim elements and bags of mean_length ids, and where it comes from."""
     if forced := _forced.gather:
         return forced if isinstance(forced, GatherConfig) else forced[dim], "forced"
-    return table_row(GATHER_ROWS, gpu, dim, itemsize, mean_length) or default_gather(dim, itemsize, mean_length)
+    return nearest_row(gather_rows(gpu, dim, itemsize), mean_length) or default_gather(
+        dim, itemsize, mean_length > LONG_BAG
+    )
 
 
-def default_gather(dim: int, itemsize: int, mean_length: float) -> tuple[GatherConfig, str]:
+@functools.cache
+def default_gather(dim: int, itemsize: int, long_bags: bool) -> tuple[GatherConfig, str]:
     """What was best or near it where it was measured: 32 bytes of each lane's own a step."""
     row_bytes = itemsize << (dim - 1).bit_length()
-    if mean_length > LONG_BAG:
+    if long_bags:
         rows = _power_of_two(1024 / row_bytes, 1, 32)
         config = GatherConfig(1, rows, num_warps=_power_of_two(row_bytes / 1024, 1, 4), unroll=4, registers=64)
         return config, f"default: bags of more than {LONG_BAG} ids"
@@ -313,14 +332,15 @@ def select_runs() -> RunsConfig:
 LONG_AVERAGE_RUN = 8.0
 
 
-def select_short_run(gpu: str, dim: int, itemsize: int, scaled: bool, entries_per_row: float) -> ShortRunConfig:
-    """For rows of dim elements of itemsize bytes; scaled = entries have factors; entries_per_row over all rows."""
+def select_short_run(gpu: str, dim: int, itemsize: int, scaled: bool, long_average: bool) -> ShortRunConfig:
+    """For rows of dim elements of itemsize bytes; scaled = entries have factors; long_average = there are at least
+    LONG_AVERAGE_RUN entries for each row of all tables."""
     if forced := _forced.short_run:
         return forced if isinstance(forced, ShortRunConfig) else forced[dim]
     block_dim = 1 << (dim - 1).bit_length()
     runs, warps = max(1, min(32, 512 // block_dim)), _warps_for(block_dim)
     registers = _registers_for(block_dim, warps)
-    if scaled or entries_per_row >= LONG_AVERAGE_RUN:
+    if scaled or long_average:
         unroll = 2 if scaled else 4
         return ShortRunConfig(runs, 2 * warps, unroll, registers=registers and registers + 16 * (not scaled))
     found = SHORT_RUN_ROWS.get((gpu, dim, itemsize))

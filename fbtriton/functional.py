@@ -337,7 +337,9 @@ def table_batched_embedding_bags(
         return output if spec.pooled else output.view(indices.numel(), spec.layout.dims[0])
     if iteration is not None and not (torch.is_grad_enabled() and anchor.requires_grad):
         iteration = None
-    output, *_ = torch.ops.fbtriton.embedding_bags(
+    # Outside a trace the op would only call this, after it has looked at every argument.
+    embedding_bags = torch.ops.fbtriton.embedding_bags if torch.compiler.is_compiling() else _embedding_bags_autograd
+    output, *_ = embedding_bags(
         anchor, weights, states, hyperparameters, seed_and_step, iteration, indices, offsets, per_sample_weights,
         vbe, flat_sizes, bounds_report if fused else None, text,
     )  # fmt: skip

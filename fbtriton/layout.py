@@ -120,15 +120,15 @@ class Runs(NamedTuple):
 
         sorted keys        2 2 7 7 9 10 10 10
         run_starts         0, 2, 4, 5     run r owns the sorted entries run_starts[r]:run_starts[r + 1]
-        weight_offsets     8, 28, 36
+        weight_offsets     2, 7, 9        in units of 4 elements, which every row starts at a multiple of
         state_rows         2, 7, 9
 
     Entries that train nothing have the largest key and belong to no run. What lies past the last run is undefined.
     """
 
     run_starts: Tensor  # [R + 1] int32
-    weight_offsets: Tensor  # [R] int64; first element of the run's row in the flat weights
-    state_rows: Tensor  # [R] int64; the run's row in row-wise optimizer state
+    weight_offsets: Tensor  # [R] int32 | int64; where the run's row starts in the flat weights, in `row_unit`s
+    state_rows: Tensor  # [R] int32 | int64; the run's row in row-wise optimizer state
 
 
 class RowGradients(NamedTuple):
@@ -140,35 +140,19 @@ class RowGradients(NamedTuple):
 
 
 class LongRuns(NamedTuple):
-    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
+    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces. A run
+    that is too short for two pieces has none, unless the kernel that takes long runs asks for one.
 
-    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 9, 1 and 3 entries; run 1 has 3 pieces:
+    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 15, 1 and 6 entries; run 1 has 3 pieces:
 
         runs            1, 3
-        first_pieces    0, 3
-        first_groups    0, 2              run 3 has a single piece, so no groups
+        first_pieces    0, 3              pieces 0, 1 and 2 have the sorted entries [2, 6), [6, 10) and [10, 17)
+        first_groups    0, 2              run 3 has no piece, and no group
     """
 
     runs: Tensor  # [L] int32
-    first_pieces: Tensor  # [L] int32
-    first_groups: Tensor  # [L] int32
-
-
-class Pieces(NamedTuple):
-    """The pieces of all long runs, run by run; those of the example above: [2, 6), [6, 10), [10, 11), [12, 15)"""
-
-    starts: Tensor  # [P] int32; the piece owns the sorted entries starts[p]:ends[p]
-    ends: Tensor  # [P] int32
-    long_runs: Tensor | None = None  # [P] int32; the piece's place among the long runs. None = not needed
-    arrivals: Tensor | None = None  # [P] int32; zeros, to be counted up. None = not needed
-
-
-class Groups(NamedTuple):
-    """The groups of all runs that have more pieces than one group; in the example the two of run 1."""
-
-    first_pieces: Tensor  # [G] int32; 0, 2
-    pieces_left: Tensor  # [G] int32; pieces from there to the end of the run: 3, 1
-    numbers: Tensor  # [G] int32; position among the groups of the run: 0, 1
+    first_pieces: Tensor  # [L] int32; how many pieces earlier runs have
+    first_groups: Tensor  # [L] int32; how many groups
 
 
 class RunTables(NamedTuple):
@@ -176,14 +160,12 @@ class RunTables(NamedTuple):
 
     runs: Runs
     long_runs: LongRuns
-    pieces: Pieces
-    groups: Groups
     ranges: Tensor  # [(buckets + 1) * 4] int32; runs, long runs, pieces and groups of all earlier buckets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
-    """Tables of one dim: one launch of each kernel that works on rows."""
+    """Tables of one dim, of one layout."""
 
     dim: int
     features: tuple[int, ...]
@@ -201,6 +183,10 @@ class Bucket:
         return self.row_alignment * itemsize < ROW_ALIGNMENT_BYTES
 
 
+def _narrowest(largest: int) -> torch.dtype:
+    return torch.int32 if largest <= torch.iinfo(torch.int32).max else torch.int64
+
+
 def _exclusive_sums(values: list[int]) -> list[int]:
     sums = [0]
     for value in values:
@@ -208,9 +194,9 @@ def _exclusive_sums(values: list[int]) -> list[int]:
     return sums
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TableLayout:
-    """Offsets of tables and features. All derived values are computed once and cached."""
+    """Offsets of tables and features. All derived values are computed once and cached. Equal only to itself."""
 
     rows: tuple[int, ...]
     dims: tuple[int, ...]
@@ -252,6 +238,11 @@ class TableLayout:
         """One bucket for each distinct dim that a feature uses, ascending."""
         return tuple(self._bucket(dim) for dim in sorted(set(self.dims)))
 
+    @functools.cached_property
+    def block_dims(self) -> tuple[int, ...]:
+        """Of each bucket."""
+        return tuple(bucket.block_dim for bucket in self.buckets)
+
     def _bucket(self, dim: int) -> Bucket:
         features = tuple(f for f, table in enumerate(self.feature_tables) if self.dims[table] == dim)
         return Bucket(
@@ -279,6 +270,16 @@ class TableLayout:
         by_table = dict(zip(self.key_order, bases, strict=False))
         return [by_table[table] for table in range(len(self.rows))]
 
+    @functools.cached_property
+    def row_unit(self) -> int:
+        """Elements; every row starts at a multiple of it."""
+        return math.gcd(*(bucket.row_alignment for bucket in self.buckets))
+
+    @property
+    def offset_dtype(self) -> torch.dtype:
+        """Of the place of a row in the flat weights, in units of `row_unit`."""
+        return _narrowest(self.weight_offsets[-1] // self.row_unit)
+
     @property
     def no_key(self) -> int:
         """The key of entries that train nothing: one past the last row's."""
@@ -286,7 +287,7 @@ class TableLayout:
 
     @property
     def key_dtype(self) -> torch.dtype:
-        return torch.int32 if self.no_key <= torch.iinfo(torch.int32).max else torch.int64
+        return _narrowest(self.no_key)
 
     @functools.cache  # noqa: B019  (layouts are few and live as long as the process)
     def numbers_on_device(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fbtriton.layout import TableLayout
 
+_layout = functools.cache(TableLayout)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class OperatorSpec:
     """Everything about the operator that is fixed at construction, in a form that hashes and prints as JSON.
 
@@ -66,12 +69,22 @@ class OperatorSpec:
         fields["frozen_tables"] = tuple(fields["frozen_tables"])
         return OperatorSpec(**fields)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OperatorSpec) and self.text == other.text
+
+    def __hash__(self) -> int:  # a string remembers its own
+        return hash(self.text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OperatorSpec.from_json, (self.text,)
+
     @functools.cached_property
     def layout(self) -> TableLayout:
+        """One and the same object for equal layouts: what is on a device is kept with it."""
         rows, dims = zip(*self.tables, strict=True)
         itemsize = self.torch_weights_dtype.itemsize
         padded = self.optimizer != "none"
-        return TableLayout(rows, dims, self.feature_tables, itemsize, self.frozen_tables, padded)
+        return _layout(rows, dims, self.feature_tables, itemsize, self.frozen_tables, padded)
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:

@@ -86,6 +86,11 @@ class Step:
     weights: Tensor
     states: list[Tensor]
     sample_weights_grad: Tensor | None
+    largest_before: float  # magnitude among the weights before the step
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if tensor.numel() else 0.0
 
 
 def run_step(module: TableBatchedEmbeddingBags, batch: Batch, grad_output: Tensor, sample_grad: bool = False) -> Step:
@@ -94,6 +99,7 @@ def run_step(module: TableBatchedEmbeddingBags, batch: Batch, grad_output: Tenso
     if sample_weights is not None and sample_grad:
         sample_weights = sample_weights.clone().requires_grad_()
     given = [batch.indices.clone(), batch.offsets.clone()]
+    largest_before = _largest(module.weights)
     output = module(batch.indices, batch.offsets, sample_weights, batch_sizes=batch.nested_batch_sizes(module.spec))
     output.backward(grad_output)
     assert torch.equal(batch.indices, given[0]) and torch.equal(batch.offsets, given[1]), "inputs were modified"
@@ -102,6 +108,7 @@ def run_step(module: TableBatchedEmbeddingBags, batch: Batch, grad_output: Tenso
         module.weights.clone(),
         [state.clone() for state in module._states],
         sample_weights.grad if sample_weights is not None and sample_grad else None,
+        largest_before,
     )
 
 
@@ -132,13 +139,13 @@ def reference_step(
         needs_sample_weights_grad=sample_grad,
         spec=spec,
     )
-    return Step(output, weights, states, grad)
+    return Step(output, weights, states, grad, _largest(module.weights))
 
 
-def assert_close(actual: Tensor, expected: Tensor, *, tolerance: float, name: str) -> None:
+def assert_close(actual: Tensor, expected: Tensor, *, tolerance: float, name: str, operand: float = 0.0) -> None:
     """Maximum error within `tolerance` of the largest magnitude, and RMS error within what errors spread evenly over
     that range have, 1 / sqrt(3) of it; NaN and infinities must stand in the same places. The first bad positions are
-    printed."""
+    printed. operand: a magnitude that may be larger, of what the numbers are the sum or difference of."""
     assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, expected {list(expected.shape)}"
     if actual.numel() == 0:
         return
@@ -148,7 +155,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, tolerance: float, name: st
     assert torch.equal(torch.isfinite(actual), finite) and same, f"{name}: NaN or infinity in different places"
     if not finite.any():
         return
-    scale = float(expected[finite].abs().max())
+    scale = max(operand, float(expected[finite].abs().max()))
     error = torch.where(finite, (actual - expected).abs(), 0.0).nan_to_num(0.0)
     worst, rms = float(error.max()), float(error[finite].square().mean().sqrt())
     if worst > tolerance * scale or (error.numel() >= 64 and rms > tolerance * scale / math.sqrt(3)):
@@ -164,7 +171,8 @@ def assert_same_step(actual: Step, expected: Step, *, terms: int, module: TableB
 
     `terms` is the largest number of entries summed into one element. The oracle accumulates in fp64, a kernel in
     fp32: `terms` fp32 spacings of the sum of magnitudes, which is at most `terms` times the largest. A rounded dtype
-    adds one of its spacings (a value near the middle between two neighbours may round to either).
+    adds one of its spacings (a value near the middle between two neighbours may round to either). A state may hold
+    the square of a sum, in which an error of the sum counts about that error times the root of the state.
     """
     accumulation = max(4, terms) * SPACING[torch.float32]
     spec = module.spec
@@ -175,10 +183,12 @@ def assert_same_step(actual: Step, expected: Step, *, terms: int, module: TableB
     output_tolerance = accumulation + rounding(spec.torch_output_dtype)
     weight_tolerance = 4 * accumulation + rounding(spec.torch_weights_dtype)
     assert_close(actual.output, expected.output, tolerance=output_tolerance, name="output")
-    assert_close(actual.weights, expected.weights, tolerance=weight_tolerance, name="weights")
+    assert_close(
+        actual.weights, expected.weights, tolerance=weight_tolerance, name="weights", operand=expected.largest_before
+    )
     for number, (state, other) in enumerate(zip(actual.states, expected.states, strict=True)):
         tolerance = 4 * accumulation + rounding(state.dtype)
-        assert_close(state, other, tolerance=tolerance, name=f"state {number}")
+        assert_close(state, other, tolerance=tolerance, name=f"state {number}", operand=math.sqrt(_largest(other)))
     if expected.sample_weights_grad is not None:
         assert actual.sample_weights_grad is not None, "no gradient of the per-sample weights"
         dims = max(spec.layout.dims)

@@ -108,7 +108,7 @@ def dims_of(kernel):
 
 def apart(dims, itemsize=2, scaled=False):
     """Force a launch of its own for each of two dims, which have different numbers of warps."""
-    short = {dim: select_short_run("", dim, itemsize, scaled, 0.0) for dim in dims}
+    short = {dim: select_short_run("", dim, itemsize, scaled, False) for dim in dims}
     long = {dim: select_long_run(dim) for dim in dims}
     first = dims[0]
     short[first], long[first] = replace(short[first], num_warps=4), replace(long[first], num_warps=4)

@@ -1,6 +1,6 @@
-"""A launch goes through a handle exactly where Triton would not compile another variant.
+"""A launch runs an earlier compilation exactly where Triton would not compile another variant.
 
-Left out: what a handle does on a GPU, which every kernel's test on a GPU covers.
+Left out: what that does on a GPU, which every kernel's test on a GPU covers.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class Pair(NamedTuple):
 
 
 class Recorder:
-    """Stands for a kernel: what was compiled, and what went through a handle."""
+    """Stands for a kernel and what it compiles to: what was compiled, and what an earlier compilation was run with."""
+
+    function, packed_metadata = "function", "metadata"
 
     params = (Parameter("x"), Parameter("pair"), Parameter("n", do_not_specialize=True), Parameter("stride"),
               Parameter("BLOCK", is_constexpr=True))  # fmt: skip
@@ -37,14 +39,18 @@ class Recorder:
     def __getitem__(self, grid):
         def first_launch(**arguments):
             self.compiled.append(arguments)
-            return {(*grid, 1, 1)[:3]: lambda *values: self.handled.append(values)}
+            return self
 
         return first_launch
+
+    def run(self, *arguments):
+        self.handled.append(arguments)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "current_stream", lambda device: 77)
     tokens = kernels_on_cpu.set(False), backend.set("cuda")
     yield Recorder()
     kernels_on_cpu.reset(tokens[0])
@@ -65,8 +71,9 @@ def test_same_variant(kernel, change):
     launching.launch(kernel, (3,), **SAME | change)
     assert len(kernel.compiled) == len(kernel.handled) == 1
     values = SAME | change
-    for value, name in zip(kernel.handled[0], ("x", "pair", "n", "stride", "BLOCK"), strict=True):
-        assert value is values[name]
+    addresses = values["x"].data_ptr(), (values["pair"].first.data_ptr(), None)
+    given = (*addresses, values["n"], values["stride"], values["BLOCK"])
+    assert kernel.handled == [(3, 1, 1, 77, "function", "metadata", None, None, None, *given)]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,44 @@ def test_other_variant(kernel, change):
     launching.launch(kernel, (3,), **SAME)
     launching.launch(kernel, (3,), **SAME | change)
     assert len(kernel.compiled) == 2 and not kernel.handled
+
+
+def test_planned_constants(kernel):
+    """The same object is the same variant, an equal one is not; a plan is not looked into again."""
+    arguments = {name: value for name, value in SAME.items() if name not in ("BLOCK", "num_warps")}
+    plan = launching.Constants(BLOCK=4, num_warps=1)
+    for _ in range(2):
+        launching.launch(kernel, (3,), plan, **arguments)
+    assert kernel.compiled == [SAME] and len(kernel.handled) == 1
+    assert kernel.handled[0][-1] == 4
+    launching.launch(kernel, (3,), launching.Constants(BLOCK=4, num_warps=1), **arguments)
+    launching.launch(kernel, (3,), plan, **arguments | {"stride": 1})
+    assert len(kernel.compiled) == 3
+
+
+def test_a_profiler_hears_of_every_launch(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "has_launch_hooks", lambda: True)
+    for _ in range(2):
+        launching.launch(kernel, (3,), **SAME)
+    assert len(kernel.compiled) == 2 and not kernel.handled
+
+
+def test_hooks_of_triton_are_seen():
+    knobs = pytest.importorskip("triton").knobs
+    assert not launching.has_launch_hooks()
+    hook = print
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        chain.add(hook)
+        assert launching.has_launch_hooks()
+        chain.remove(hook)
+    assert not launching.has_launch_hooks()
+
+
+def test_constants_come_last(kernel):
+    """So that the values of a launch are addresses, then constants."""
+    kernel.params = (Parameter("BLOCK", is_constexpr=True), Parameter("x"))
+    with pytest.raises(AssertionError, match="constants come last"):
+        launching.launch(kernel, (3,), x=ALIGNED, BLOCK=4)
 
 
 def test_other_device(kernel, monkeypatch):

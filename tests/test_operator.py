@@ -231,7 +231,7 @@ def test_empty(lengths, padding, device):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-@pytest.mark.parametrize("run_length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 100])
+@pytest.mark.parametrize("run_length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 100])
 def test_run_lengths_around_the_threshold(run_length, optimizer, device):
     """One row that occurs run_length times, between runs of one entry, with threshold 8 and pieces of 16."""
     case = Case(rows=(20,), dims=(8,), feature_tables=(0,), lengths=((run_length + 2,),), optimizer=optimizer)

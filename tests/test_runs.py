@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.linearise import linearise
-from fbtriton.backward.pieces import expand
-from fbtriton.backward.runs import find_runs, table_sizes
+from fbtriton.backward.runs import find_runs, most_groups, most_pieces
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import LineariseConfig, LongRunConfig, RunsConfig, force_config
@@ -54,8 +53,8 @@ def read_entries(entries, form):
     return (payload & 0xFFFFFFFF if entries.payload.dtype == torch.int32 else payload) * form.unit, None
 
 
-def find(spec, batch, long_run, device, runs=None, linearise_config=None, form=None):
-    """Everything up to the tables of pieces."""
+def find(spec, batch, long_run, whole, device, runs=None, linearise_config=None, form=None):
+    """Everything up to the tables of runs."""
     form = form or EntryForm(scaled=batch.sample_weights is not None or spec.mean, unit=1)
     batch_size = (batch.offsets.numel() - 1) // len(spec.feature_tables)
     seed_and_step = torch.tensor([1, 41], device=device)
@@ -69,13 +68,14 @@ def find(spec, batch, long_run, device, runs=None, linearise_config=None, form=N
             spec=spec,
         )
         keys, payload = sort_pairs(keys, entries.payload, spec.layout.no_key.bit_length())
-        tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_run, spec=spec)
-        expand(tables=tables, long_run=long_run)
+        tables = find_runs(
+            keys=keys, seed_and_step=seed_and_step, long_run=long_run, whole=whole, spec=spec
+        )  # fmt: skip
     assert seed_and_step.tolist() == [1, 42]
     return keys, entries._replace(payload=payload), tables
 
 
-def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
+def check_tables(tables, keys_of_entries, num_slots, long_run, whole, spec):
     """Against plain Python, from the sorted keys of the entries that train."""
     layout = spec.layout
     keys = sorted(set(keys_of_entries))
@@ -84,30 +84,27 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
     for table, (rows, dim) in enumerate(spec.tables):
         for row in range(rows):
             offset = layout.weight_offsets[table] + row * dim
-            places[layout.key_bases[table] + row] = (offset, layout.state_bases[table] + row)
+            places[layout.key_bases[table] + row] = (offset // layout.row_unit, layout.state_bases[table] + row)
     runs = tables.runs
     assert runs.run_starts[: len(starts)].tolist() == starts
     assert runs.weight_offsets[: len(keys)].tolist() == [places[key][0] for key in keys]
     assert runs.state_rows[: len(keys)].tolist() == [places[key][1] for key in keys]
 
-    long_runs, pieces, groups, before = [], [], [], []  # before: long runs, pieces and groups before each run
+    long_runs, before, pieces, groups = [], [], 0, 0  # before: long runs, pieces and groups before each run
     for run in range(len(keys)):
-        before.append((run, len(long_runs), len(pieces), len(groups)))
-        if starts[run + 1] - starts[run] < long_run.threshold:
-            continue
-        long_runs.append((run, len(pieces), len(groups)))
-        cuts = range(starts[run], starts[run + 1], long_run.piece_length)
-        if len(cuts) > long_run.fan_in:
-            firsts = range(0, len(cuts), long_run.fan_in)
-            groups += [(len(pieces) + first, len(cuts) - first, number) for number, first in enumerate(firsts)]
-        pieces += [(cut, min(cut + long_run.piece_length, starts[run + 1])) for cut in cuts]
-    before.append((len(keys), len(long_runs), len(pieces), len(groups)))
-    for table, expected in ((tables.long_runs, long_runs), (tables.pieces, pieces), (tables.groups, groups)):
-        columns = [column[: len(expected)].tolist() for column in table if column is not None]
-        assert list(zip(*columns, strict=True)) == expected
-    sizes = table_sizes(num_slots, layout.no_key, long_run)
-    for name, expected in (("runs", keys), ("long_runs", long_runs), ("pieces", pieces), ("groups", groups)):
-        assert len(expected) <= sizes[name]
+        before.append((run, len(long_runs), pieces, groups))
+        length = starts[run + 1] - starts[run]
+        if length >= long_run.threshold:
+            long_runs.append((run, pieces, groups))
+            count = length // long_run.piece_length
+            count = max(count, 1) if not whole else count if count > 1 else 0
+            pieces += count
+            groups += -(-count // long_run.fan_in) if count > long_run.fan_in else 0
+    before.append((len(keys), len(long_runs), pieces, groups))
+    columns = [column[: len(long_runs)].tolist() for column in tables.long_runs]
+    assert list(zip(*columns, strict=True)) == long_runs
+    assert len(keys) <= runs.state_rows.numel() and len(long_runs) <= tables.long_runs.runs.numel()
+    assert pieces <= most_pieces(num_slots, long_run, whole) and groups <= most_groups(num_slots, long_run)
 
     bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(len(layout.buckets) + 1)]
     ranges = [before[sum(key < bound for key in keys)] for bound in bounds]
@@ -131,8 +128,9 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
             LongRunConfig(threshold=3, piece_length=3, fan_in=64, rows_per_step=1),
         ]
     ),
+    whole=st.booleans(),
 )
-def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offset_bits, long_run, device):
+def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offset_bits, long_run, whole, device):
     spec = make_spec(rows, (8, 1, 8), feature_tables, "mean" if mean else "sum")
     batch = make_batch(
         [max(1, rows[table]) for table in feature_tables],
@@ -148,23 +146,24 @@ def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offse
         return
     form = EntryForm(scaled=True, unit=1)
     config = LineariseConfig(block=16, ways=4, offset_bits=offset_bits)
-    keys, entries, tables = find(spec, batch, long_run, device, linearise_config=config, form=form)
+    keys, entries, tables = find(spec, batch, long_run, whole, device, linearise_config=config, form=form)
     expected = expected_entries(spec, batch, 3)
     assert keys[: len(expected)].tolist() == [key for key, *_ in expected]
     offsets, scales = (values[: len(expected)] for values in read_entries(entries, form))
     assert offsets.tolist() == expected_offsets(spec, expected, 3)
     factors = torch.tensor([float(batch.sample_weights[p]) / (n if mean else 1) for _, p, _, n in expected])
     assert torch.allclose(scales.cpu(), factors, rtol=2**-22, atol=0)
-    check_tables(tables, [key for key, *_ in expected], keys.numel(), long_run, spec)
+    check_tables(tables, [key for key, *_ in expected], keys.numel(), long_run, whole, spec)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["one piece", "whole"])
 @pytest.mark.parametrize("programs", [1, 3, 8])
 @pytest.mark.parametrize(
     "run_lengths",
     [[64], [63, 1], [1] * 63, [4, 3, 5, 8, 9, 16, 17], [7, 8, 8, 8, 9, 24], [33, 31], [2, 40, 2, 40]],
     ids=lambda lengths: "-".join(map(str, lengths[:8])),
 )
-def test_runs_across_blocks_and_programs(run_lengths, programs, device):
+def test_runs_across_blocks_and_programs(run_lengths, programs, whole, device):
     """Blocks of 8 keys: runs that end with a block, that fill blocks, and one of all entries; two buckets."""
     long_run = LongRunConfig(threshold=4, piece_length=8, fan_in=2, rows_per_step=1)
     spec = make_spec((40, 40), (4, 8), (0, 1))
@@ -174,9 +173,9 @@ def test_runs_across_blocks_and_programs(run_lengths, programs, device):
     batch = make_batch((40, 40), torch.tensor([[first], [len(ids) - first]]), seed=0, device=device)
     batch = replace(batch, indices=ids.to(device))
     runs = RunsConfig(block=8, programs_per_multiprocessor=programs)
-    keys, _, tables = find(spec, batch, long_run, device, runs=runs)
+    keys, _, tables = find(spec, batch, long_run, whole, device, runs=runs)
     expected = [key for key, *_ in expected_entries(spec, batch, 1)]
-    check_tables(tables, expected, keys.numel(), long_run, spec)
+    check_tables(tables, expected, keys.numel(), long_run, whole, spec)
 
 
 @pytest.mark.parametrize("offset_bits", [32, 2])

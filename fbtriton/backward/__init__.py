@@ -1,7 +1,7 @@
 """From the gradient of the output to new weights and optimizer state.
 
     tables counted by the forward    histogram
-    all others                       linearise -> sort -> runs -> pieces -> short_run | grad_accum, add_groups, apply
+    all others                       linearise -> sort -> runs -> short_run | grad_accum, add_groups, apply
 
 On sm_100 and later, with TLX, one launch takes the place of grad_accum, add_groups and apply: tlx/fused_long_run.
 
@@ -18,19 +18,18 @@ from torch import Tensor
 from fbtriton import reference
 from fbtriton.backward.histogram import histogram
 from fbtriton.backward.linearise import entry_form, linearise
-from fbtriton.backward.long_run import add_groups, apply, grad_accum
-from fbtriton.backward.pieces import expand
-from fbtriton.backward.runs import KINDS, RUNS, find_runs
+from fbtriton.backward.long_run import add_groups, apply, grad_accum, long_run_configs
+from fbtriton.backward.runs import KINDS, RUNS, find_runs, most_pieces
 from fbtriton.backward.sample_weights import sample_weights_grad
 from fbtriton.backward.short_run import short_run
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_fused, select_long_run, target_of, uses_kernels
+from fbtriton.config import LONG_AVERAGE_RUN, planned, select_fused, target_of, uses_kernels
 from fbtriton.forward.routing import CountedTables, counted_tables, histogram_features
-from fbtriton.layout import Bags, RowGradients, RunTables, TableLayout
+from fbtriton.layout import WIDEST, Bags, RowGradients, RunTables, TableLayout
 from fbtriton.optim import OptimizerStates
 from fbtriton.spec import OperatorSpec
-from fbtriton.tlx.fused_long_run import fused_long_run, with_arrivals
+from fbtriton.tlx.fused_long_run import fused_long_run
 
 
 def with_unit_columns(grad_output: Tensor) -> Tensor:
@@ -38,19 +37,22 @@ def with_unit_columns(grad_output: Tensor) -> Tensor:
     return grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
 
 
-def gradient_alignments(grad_output: Tensor, bags: Bags, layout: TableLayout) -> list[int]:
+@planned
+def gradient_alignments(layout: TableLayout, stride_alignment: int, vbe: bool) -> tuple[int, ...]:
     """For each bucket, what every bag's place in the gradient is a multiple of. Elements."""
-    if bags.vbe is not None:
-        return [layout.dim_alignment] * len(layout.buckets)
-    return [math.gcd(bucket.column_alignment, grad_output.stride(0)) for bucket in layout.buckets]
+    if vbe:
+        return (layout.dim_alignment,) * len(layout.buckets)
+    return tuple(math.gcd(bucket.column_alignment, stride_alignment) for bucket in layout.buckets)
 
 
-def with_slots(tables: RunTables, gradients: RowGradients) -> RunTables:
+def with_slots(tables: RunTables, gradients: RowGradients, layout: TableLayout) -> RunTables:
     """The runs with the slots of their gradients in the place of rows of the weights; says which rows they are."""
     num_slots, dim = gradients.values.shape
     gradients.rows.copy_(tables.runs.state_rows[:num_slots])
-    gradients.filled.copy_(tables.ranges[-KINDS.value + RUNS.value])
-    offsets = torch.arange(0, tables.runs.weight_offsets.numel() * dim, dim, device=gradients.rows.device)
+    num_buckets = len(layout.buckets)
+    gradients.filled.copy_(tables.ranges[num_buckets * KINDS.value + RUNS.value])
+    step = dim // layout.row_unit
+    offsets = torch.arange(0, tables.runs.weight_offsets.numel() * step, step, device=gradients.rows.device)
     return tables._replace(runs=tables.runs._replace(weight_offsets=offsets))
 
 
@@ -79,7 +81,8 @@ def backward(
         return torch.zeros_like(bags.indices, dtype=torch.float32) if needs_sample_weights_grad else None
 
     grad_output = with_unit_columns(reference.clip(grad_output, spec))
-    grad_alignments = gradient_alignments(grad_output, bags, spec.layout)
+    stride_alignment = math.gcd(WIDEST, grad_output.stride(0))
+    grad_alignments = gradient_alignments(spec.layout, stride_alignment, bags.vbe is not None)
     sample_grad = None
     if needs_sample_weights_grad:
         sample_grad = sample_weights_grad(
@@ -142,27 +145,24 @@ def _counted(counts: Tensor | None, bags: Bags, shape: BatchShape, spec: Operato
 
 
 def _update_by_runs(
-    *, grad_output: Tensor, grad_alignments: list[int], weights: Tensor, states: OptimizerStates,
+    *, grad_output: Tensor, grad_alignments: tuple[int, ...], weights: Tensor, states: OptimizerStates,
     seed_and_step: Tensor, stamp: Tensor, bags: Bags, shape: BatchShape, left_out: tuple[int, ...],
     gradients: RowGradients | None, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Sort the entries, but for those of the features in left_out, and update each row once."""
-    buckets = spec.layout.buckets
-    long_runs = [select_long_run(bucket.dim) for bucket in buckets]
-    trees = {(config.threshold, config.piece_length, config.fan_in) for config in long_runs}
-    assert len(trees) == 1, "runs are cut into pieces alike in all buckets"
+    layout = spec.layout
+    long_runs = long_run_configs(spec)
     form = entry_form(bags, grad_alignments, spec)
     keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, left_out=left_out, spec=spec)
-    keys, payload = sort_pairs(keys, entries.payload, max(1, spec.layout.no_key.bit_length()))
+    keys, payload = sort_pairs(keys, entries.payload, max(1, layout.no_key.bit_length()))
     entries = entries._replace(payload=payload)
-    tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
-    fused = select_fused(target_of(weights.device), tuple(b.block_dim for b in buckets), spec.deterministic)
-    if fused is not None:
-        tables = with_arrivals(tables)
-    expand(tables=tables, long_run=long_runs[0])
+    fused = select_fused(target_of(weights.device), layout.block_dims, spec.deterministic)
+    tables = find_runs(
+        keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], whole=fused is None, spec=spec
+    )  # fmt: skip
     del keys  # room for the partial gradients
     if gradients is not None:
-        weights, tables = gradients.values, with_slots(tables, gradients)
+        weights, tables = gradients.values, with_slots(tables, gradients, spec.layout)
 
     short_run(
         weights=weights,
@@ -174,7 +174,7 @@ def _update_by_runs(
         form=form,
         tables=tables,
         threshold=long_runs[0].threshold,
-        entries_per_row=bags.indices.numel() / max(1, spec.layout.no_key),
+        long_average=bags.indices.numel() >= LONG_AVERAGE_RUN * layout.no_key,
         spec=spec,
     )
     if fused is not None:
@@ -187,12 +187,13 @@ def _update_by_runs(
             entries=entries,
             form=form,
             tables=tables,
-            long_runs=long_runs,
             config=fused,
             spec=spec,
         )
         return
-    partials = grad_output.new_empty(tables.pieces.starts.numel(), max(spec.layout.dims), dtype=torch.float32)
+    num_slots = payload.numel()
+    num_pieces = most_pieces(num_slots, long_runs[0], whole=True)
+    partials = grad_output.new_empty(num_pieces, max(layout.dims), dtype=torch.float32)
     grad_accum(
         partials=partials,
         grad_output=grad_output,
@@ -200,16 +201,18 @@ def _update_by_runs(
         entries=entries,
         form=form,
         tables=tables,
-        configs=long_runs,
         spec=spec,
     )
-    add_groups(partials=partials, tables=tables, block_dim=buckets[-1].block_dim, config=long_runs[-1])
+    add_groups(partials=partials, num_slots=num_slots, tables=tables, spec=spec)
     apply(
         weights=weights,
         states=states,
         stamp=stamp,
         partials=partials,
+        grad_output=grad_output,
+        grad_alignments=grad_alignments,
+        entries=entries,
+        form=form,
         tables=tables,
-        configs=long_runs,
         spec=spec,
     )

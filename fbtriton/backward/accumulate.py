@@ -32,6 +32,21 @@ def sum_gradients(
 
 
 @triton.jit
+def sum_piece(
+    grad_ptr, entries, begin, end,
+    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Sum the sorted entries begin to end - 1; each of ROWS lanes takes some neighbours. -> [1, BLOCK_D] fp32"""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    part = (end - begin + ROWS - 1) // ROWS
+    start = begin + tl.arange(0, ROWS) * part  # [ROWS]
+    length = tl.minimum(tl.maximum(end - start, 0), part)
+    totals = sum_gradients(grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT)
+    return tl.sum(totals, axis=0, keep_dims=True)
+
+
+@triton.jit
 def update_rows(
     weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
     UPDATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STOCHASTIC: tl.constexpr,

@@ -142,7 +142,7 @@ def apply_counted_kernel(
 
 def histogram(
     *, weights: Tensor, states: OptimizerStates, stamp: Tensor, step: Tensor | None, grad_output: Tensor,
-    grad_alignments: list[int], counts: Tensor, bags: Bags, tables: tuple[CountedTables, ...], spec: OperatorSpec,
+    grad_alignments: tuple[int, ...], counts: Tensor, bags: Bags, tables: tuple[CountedTables, ...], spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of some tables in place, in two launches for each dim.
 

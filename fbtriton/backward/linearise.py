@@ -19,11 +19,13 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import EntryForm, store_entry
 from fbtriton.batch import BatchShape
-from fbtriton.config import select_linearise
-from fbtriton.launch import cdiv, launch, launch_options
+from fbtriton.config import planned, select_linearise
+from fbtriton.launch import Constants, cdiv, launch, launch_options
 from fbtriton.layout import Bags, Entries
 from fbtriton.rows import bag_bounds, bag_feature, count_at_most, mean_factor, output_offset, repair_ids, upper_bound
 from fbtriton.spec import OperatorSpec
+
+FOR_FACTORS = 16  # registers more than the configuration says
 
 
 @triton.jit
@@ -77,8 +79,22 @@ def linearise_kernel(
         )  # fmt: skip
 
 
-def entry_form(bags: Bags, grad_alignments: list[int], spec: OperatorSpec) -> EntryForm:
+def entry_form(bags: Bags, grad_alignments: tuple[int, ...], spec: OperatorSpec) -> EntryForm:
     return EntryForm(scaled=spec.mean or bags.sample_weights is not None, unit=math.gcd(*grad_alignments))
+
+
+@planned
+def plan_linearise(mean: bool, form: EntryForm, levels: int) -> Constants:
+    config = select_linearise()
+    return Constants(
+        BLOCK=config.block,
+        WAYS=config.ways,
+        LEVELS=levels,
+        MEAN=mean,
+        SCALED=form.scaled,
+        UNIT=form.unit,
+        **launch_options(config.num_warps, config.registers and config.registers + FOR_FACTORS * form.scaled),
+    )
 
 
 def linearise(
@@ -97,6 +113,7 @@ def linearise(
     launch(
         linearise_kernel,
         (blocks,),
+        plan_linearise(spec.mean, form, cdiv(num_bags.bit_length(), config.ways.bit_length() - 1)),
         keys_ptr=keys,
         entries=entries,
         features=layout.sorted_features(left_out, keys.device),
@@ -106,12 +123,5 @@ def linearise(
         num_entries=num_entries,
         no_key=layout.no_key,
         grad_stride=grad_output.stride(0),
-        BLOCK=config.block,
-        WAYS=config.ways,
-        LEVELS=cdiv(num_bags.bit_length(), config.ways.bit_length() - 1),
-        MEAN=spec.mean,
-        SCALED=form.scaled,
-        UNIT=form.unit,
-        **launch_options(config.num_warps, config.registers),
     )
     return keys, entries

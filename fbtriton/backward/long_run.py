@@ -1,4 +1,5 @@
-"""Long runs: each piece is summed into a slot of its own, slots are added as a tree, and the sum updates the row.
+"""Long runs: each piece is summed into a slot of its own, slots are added as a tree, and the sum updates the row. Runs
+without pieces are summed where their row is updated.
 
 Example, a run of 7 pieces, fan-in 2; each level adds the slots of a group into the group's first:
 
@@ -16,14 +17,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
+from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import LongRunConfig, target_of
-from fbtriton.launch import bucket_grid, cdiv, fixed_grid, launch, launch_groups, launch_options
+from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, most_groups, num_buckets, row_of_run
+from fbtriton.config import LongRunConfig, Target, planned, select_long_run, target_of
+from fbtriton.launch import BucketLaunch, Constants, bucket_launches, cdiv, fixed_grid, launch, launch_options
 from fbtriton.layout import Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
-from fbtriton.rows import load_tile
+from fbtriton.rows import load_tile, upper_bound
 from fbtriton.spec import OperatorSpec
 
 
@@ -50,51 +51,66 @@ def add_slots(
 
 
 @triton.jit
+def find_piece(runs, long_runs, begin, end, piece, PIECE: tl.constexpr):
+    """The long run, among begin to end - 1, that a piece is of, and the sorted entries that the piece has."""
+    number = upper_bound(long_runs.first_pieces + begin, end - begin, piece + tl.zeros([1], tl.int32))
+    long_run = begin + tl.sum(number) - 1  # of the runs with the same first piece, all but the last have no pieces
+    run = tl.load(long_runs.runs + long_run)
+    piece_start = tl.load(runs.run_starts + run) + (piece - tl.load(long_runs.first_pieces + long_run)) * PIECE
+    run_end = tl.load(runs.run_starts + run + 1)
+    return long_run, piece_start, tl.where(run_end - piece_start < 2 * PIECE, run_end, piece_start + PIECE)
+
+
+@triton.jit
 def sum_pieces(
-    partials_ptr, grad_ptr, entries, pieces, begin, end, partial_stride,
-    DIM: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, UNROLL: tl.constexpr,
+    partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, bucket, partial_stride,
+    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr,
     GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the pieces begin to end - 1."""
+    """This program's share of a bucket's pieces."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
-    part: tl.constexpr = PIECE // ROWS  # each lane sums that many neighbours
+    begin, end = bucket_range(ranges_ptr, bucket, PIECES)
+    first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
     for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        start = tl.load(pieces.starts + piece) + tl.arange(0, ROWS) * part  # [ROWS]
-        length = tl.minimum(tl.maximum(tl.load(pieces.ends + piece) - start, 0), part)
-        totals = sum_gradients(
-            grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
+        _, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
+        grad = sum_piece(
+            grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
         )  # fmt: skip
-        store_slot(partials_ptr, piece, partial_stride, tl.sum(totals, axis=0, keep_dims=True), DIM, BLOCK_D)
+        store_slot(partials_ptr, piece, partial_stride, grad, DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["first_bucket"])
 def grad_accum_kernel(
-    partials_ptr, grad_ptr, entries, pieces, ranges_ptr, first_bucket, partial_stride,
+    partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
     DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, PIECE: tl.constexpr,
     GRAD_ALIGNMENTS: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
     for number in tl.static_range(len(DIMS)):
         if tl.program_id(1) == len(DIMS) - 1 - number:
-            begin, end = bucket_range(ranges_ptr, first_bucket + number, PIECES)
             sum_pieces(
-                partials_ptr, grad_ptr, entries, pieces, begin, end, partial_stride,
-                DIMS[number], ROWS[number], PIECE, UNROLLS[number], GRAD_ALIGNMENTS[number], SCALED, UNIT,
+                partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket + number, partial_stride,
+                DIMS[number], ROWS[number], UNROLLS[number], PIECE, GRAD_ALIGNMENTS[number], SCALED, UNIT,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_buckets", "span"])
 def add_groups_kernel(
-    partials_ptr, groups, ranges_ptr, num_buckets, span, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, FAN_IN: tl.constexpr,
+    partials_ptr, runs, long_runs, ranges_ptr, num_buckets, span, partial_stride,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
+    num_long = tl.load(ranges_ptr + num_buckets * KINDS + LONG_RUNS)
     for group in range(tl.program_id(0), tl.load(ranges_ptr + num_buckets * KINDS + GROUPS), tl.num_programs(0)):
-        number = tl.load(groups.numbers + group)
-        left = tl.load(groups.pieces_left + group)
+        # Of the runs with the same first group, all but the last have no groups.
+        long_run = tl.sum(upper_bound(long_runs.first_groups, num_long, group + tl.zeros([1], tl.int32))) - 1
+        run = tl.load(long_runs.runs + long_run)
+        length = tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run)
+        number = group - tl.load(long_runs.first_groups + long_run)  # of the run's groups
+        left = length // PIECE - number * FAN_IN  # pieces from there to the end of the run
         slots = (left + number * FAN_IN + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
         count = tl.minimum((left + span - 1) // span, FAN_IN)
         if (number % span == 0) & (slots > FAN_IN) & (count > 1):
-            first = tl.load(groups.first_pieces + group)
+            first = tl.load(long_runs.first_pieces + long_run) + number * FAN_IN
             total = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, ROWS)
             tl.debug_barrier()  # the first slot is read before it is written
             store_slot(partials_ptr, first, partial_stride, total, DIM, BLOCK_D)
@@ -102,28 +118,34 @@ def add_groups_kernel(
 
 @triton.jit
 def update_long_runs(
-    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
+    weights_ptr, states, stamp_ptr, partials_ptr, grad_ptr, entries, runs, long_runs, begin, end, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
+    FAN_IN: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the long runs begin to end - 1."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     for long_run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
         live = run >= 0
-        weight_offset = tl.multiple_of(tl.load(runs.weight_offsets + run), [ROW_ALIGNMENT])
-        state_row = tl.load(runs.state_rows + run)
+        weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
         state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
-        length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-        count = (length + PIECE - 1) // PIECE
-        span = 1
-        while count > FAN_IN:
-            count = (count + FAN_IN - 1) // FAN_IN
-            span *= FAN_IN
-        first = tl.load(long_runs.first_pieces + long_run)
-        grad = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, ROWS)
+        run_start = tl.sum(tl.load(runs.run_starts + run))
+        run_end = tl.sum(tl.load(runs.run_starts + run + 1))
+        count = (run_end - run_start) // PIECE
+        if count < 2:
+            grad = sum_piece(
+                grad_ptr, entries, run_start, run_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
+            )  # fmt: skip
+        else:
+            span = 1
+            while count > FAN_IN:
+                count = (count + FAN_IN - 1) // FAN_IN
+                span *= FAN_IN
+            first = tl.load(long_runs.first_pieces + long_run)
+            grad = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, SLOTS)
         update_rows(
             weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
             UPDATE, DIM, BLOCK_D, STOCHASTIC,
@@ -132,114 +154,173 @@ def update_long_runs(
 
 @triton.jit(do_not_specialize=["first_bucket"])
 def apply_kernel(
-    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
+    weights_ptr, states, stamp_ptr, partials_ptr,
+    grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIMS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    ROW_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
+    FAN_IN: tl.constexpr, ROW_ALIGNMENTS: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, as in `grad_accum_kernel`."""
     for number in tl.static_range(len(DIMS)):
         if tl.program_id(1) == len(DIMS) - 1 - number:
             begin, end = bucket_range(ranges_ptr, first_bucket + number, LONG_RUNS)
             update_long_runs(
-                weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
-                LOAD_STATE, UPDATE, DIMS[number], ROWS[number], PIECE, FAN_IN, ROW_ALIGNMENTS[number], STOCHASTIC,
+                weights_ptr, states, stamp_ptr, partials_ptr, grad_ptr, entries, runs, long_runs, begin, end,
+                partial_stride, LOAD_STATE, UPDATE, DIMS[number], ROWS[number], UNROLLS[number], SLOTS[number], PIECE,
+                FAN_IN, ROW_ALIGNMENTS[number], ROW_UNIT, GRAD_ALIGNMENTS[number], STOCHASTIC, SCALED, UNIT,
             )  # fmt: skip
 
 
+@planned
+def long_run_configs(spec: OperatorSpec) -> tuple[LongRunConfig, ...]:
+    """Of each bucket. In all of them runs are cut into pieces alike."""
+    configs = tuple(select_long_run(bucket.dim) for bucket in spec.layout.buckets)
+    trees = {(config.threshold, config.piece_length, config.fan_in) for config in configs}
+    assert len(trees) == 1, f"threshold, piece_length and fan_in must be the same for all dims, got {trees}"
+    return configs
+
+
+@planned
+def plan_grad_accum(
+    spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...]
+) -> tuple[BucketLaunch, ...]:
+    configs = long_run_configs(spec)
+
+    def constants(group: range) -> Constants:
+        chosen, of_bucket = [spec.layout.buckets[b] for b in group], [configs[b] for b in group]
+        values = {
+            "DIMS": tuple(bucket.dim for bucket in chosen),
+            "ROWS": tuple(config.rows_per_step for config in of_bucket),
+            "UNROLLS": tuple(config.unroll for config in of_bucket),
+            "PIECE": of_bucket[0].piece_length,
+            "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
+            "SCALED": form.scaled,
+            "UNIT": form.unit,
+        }
+        return Constants(
+            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+        )
+
+    return bucket_launches(target, configs, constants)
+
+
 def grad_accum(
-    *, partials: Tensor, grad_output: Tensor, grad_alignments: list[int], entries: Entries, form: EntryForm,
-    tables: RunTables, configs: list[LongRunConfig], spec: OperatorSpec,
+    *, partials: Tensor, grad_output: Tensor, grad_alignments: tuple[int, ...], entries: Entries, form: EntryForm,
+    tables: RunTables, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece. configs: of each bucket."""
-    if partials.shape[0] == 0:
+    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece."""
+    max_pieces, partial_stride = partials.shape
+    if max_pieces == 0:
         return
-    target = target_of(grad_output.device)
-    for group in launch_groups(configs):
-        of_bucket = [configs[b] for b in group]
-        chosen = [spec.layout.buckets[b] for b in group]
-        registers = registers_for(of_bucket[0].registers, chosen, spec)
+    for part in plan_grad_accum(spec, target_of(grad_output.device), form, grad_alignments):
         launch(
             grad_accum_kernel,
-            bucket_grid(target, of_bucket[0], partials.shape[0], len(group)),
+            part.grid(max_pieces),
+            part.constants,
+            first_bucket=part.first_bucket,
             partials_ptr=partials,
             grad_ptr=grad_output,
             entries=entries,
-            pieces=tables.pieces,
+            runs=tables.runs,
+            long_runs=tables.long_runs,
             ranges_ptr=tables.ranges,
-            first_bucket=group.start,
-            partial_stride=partials.stride(0),
-            DIMS=tuple(bucket.dim for bucket in chosen),
-            ROWS=tuple(config.rows_per_step for config in of_bucket),
-            UNROLLS=tuple(config.unroll for config in of_bucket),
-            PIECE=of_bucket[0].piece_length,
-            GRAD_ALIGNMENTS=tuple(grad_alignments[b] for b in group),
-            SCALED=form.scaled,
-            UNIT=form.unit,
-            **launch_options(of_bucket[0].num_warps, registers),
+            partial_stride=partial_stride,
         )
 
 
-def add_groups(*, partials: Tensor, tables: RunTables, block_dim: int, config: LongRunConfig) -> None:
+@planned
+def plan_add_groups(spec: OperatorSpec) -> Constants:
+    config, widest = long_run_configs(spec)[-1], spec.layout.buckets[-1]
+    return Constants(
+        DIM=widest.dim,
+        BLOCK_D=widest.block_dim,
+        ROWS=config.slots_per_step,
+        PIECE=config.piece_length,
+        FAN_IN=config.fan_in,
+        num_warps=config.num_warps,
+    )
+
+
+def add_groups(*, partials: Tensor, num_slots: int, tables: RunTables, spec: OperatorSpec) -> None:
     """All levels of the tree below the last, as many as a single run of all entries would need. Groups are few, so all
     buckets take part in one launch, each in all columns; those past its dim are never read.
 
     Args:
-        block_dim: `Bucket.block_dim` of the widest bucket.
+        num_slots: of the sorted entries.
     """
-    max_groups = tables.groups.numbers.numel()
+    config = long_run_configs(spec)[-1]
+    max_groups = most_groups(num_slots, config)
     slots, span = partials.shape[0], 1
     while slots > config.fan_in and max_groups:
         launch(
             add_groups_kernel,
             fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups),
-            partials_ptr=partials,
-            groups=tables.groups,
-            ranges_ptr=tables.ranges,
-            num_buckets=num_buckets(tables),
-            span=span,
-            partial_stride=partials.stride(0),
-            DIM=partials.shape[1],
-            BLOCK_D=block_dim,
-            ROWS=config.slots_per_step,
-            FAN_IN=config.fan_in,
-            num_warps=config.num_warps,
-        )
-        slots, span = cdiv(slots, config.fan_in), span * config.fan_in
-
-
-def apply(
-    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, tables: RunTables,
-    configs: list[LongRunConfig], spec: OperatorSpec,
-) -> None:  # fmt: skip
-    """Update the rows of all long runs in place. configs: of each bucket."""
-    optimizer = OPTIMIZERS[spec.optimizer]
-    max_long = tables.long_runs.runs.numel()
-    if max_long == 0:
-        return
-    target = target_of(weights.device)
-    for group in launch_groups(configs):
-        of_bucket = [configs[b] for b in group]
-        chosen = [spec.layout.buckets[b] for b in group]
-        launch(
-            apply_kernel,
-            bucket_grid(target, of_bucket[0], max_long, len(group)),
-            weights_ptr=weights,
-            states=states,
-            stamp_ptr=stamp,
+            plan_add_groups(spec),
             partials_ptr=partials,
             runs=tables.runs,
             long_runs=tables.long_runs,
             ranges_ptr=tables.ranges,
-            first_bucket=group.start,
+            num_buckets=num_buckets(tables),
+            span=span,
             partial_stride=partials.stride(0),
-            LOAD_STATE=optimizer.load_state,
-            UPDATE=optimizer.update,
-            DIMS=tuple(bucket.dim for bucket in chosen),
-            ROWS=tuple(config.slots_per_step for config in of_bucket),
-            PIECE=of_bucket[0].piece_length,
-            FAN_IN=of_bucket[0].fan_in,
-            ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),
-            STOCHASTIC=spec.stochastic_rounding,
-            num_warps=of_bucket[0].num_warps,
+        )
+        slots, span = cdiv(slots, config.fan_in), span * config.fan_in
+
+
+@planned
+def plan_apply(
+    spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...]
+) -> tuple[BucketLaunch, ...]:
+    optimizer, configs = OPTIMIZERS[spec.optimizer], long_run_configs(spec)
+
+    def constants(group: range) -> Constants:
+        chosen, of_bucket = [spec.layout.buckets[b] for b in group], [configs[b] for b in group]
+        values = {
+            "LOAD_STATE": optimizer.load_state,
+            "UPDATE": optimizer.update,
+            "DIMS": tuple(bucket.dim for bucket in chosen),
+            "ROWS": tuple(config.rows_per_step for config in of_bucket),
+            "UNROLLS": tuple(config.unroll for config in of_bucket),
+            "SLOTS": tuple(config.slots_per_step for config in of_bucket),
+            "PIECE": of_bucket[0].piece_length,
+            "FAN_IN": of_bucket[0].fan_in,
+            "ROW_ALIGNMENTS": tuple(bucket.row_alignment for bucket in chosen),
+            "ROW_UNIT": spec.layout.row_unit,
+            "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
+            "STOCHASTIC": spec.stochastic_rounding,
+            "SCALED": form.scaled,
+            "UNIT": form.unit,
+        }
+        return Constants(
+            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+        )
+
+    return bucket_launches(target, configs, constants)
+
+
+def apply(
+    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, grad_output: Tensor,
+    grad_alignments: tuple[int, ...], entries: Entries, form: EntryForm, tables: RunTables, spec: OperatorSpec,
+) -> None:  # fmt: skip
+    """Update the rows of all long runs in place."""
+    max_long = tables.long_runs.runs.numel()
+    if max_long == 0:
+        return
+    for part in plan_apply(spec, target_of(weights.device), form, grad_alignments):
+        launch(
+            apply_kernel,
+            part.grid(max_long),
+            part.constants,
+            first_bucket=part.first_bucket,
+            weights_ptr=weights,
+            states=states,
+            stamp_ptr=stamp,
+            partials_ptr=partials,
+            grad_ptr=grad_output,
+            entries=entries,
+            runs=tables.runs,
+            long_runs=tables.long_runs,
+            ranges_ptr=tables.ranges,
+            partial_stride=partials.stride(0),
         )

@@ -8,14 +8,16 @@ the blocks are dealt out.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.backward.workspace import carve
-from fbtriton.config import LongRunConfig, select_runs, target_of
-from fbtriton.launch import cdiv, fixed_grid, launch, launch_options
-from fbtriton.layout import Groups, LongRuns, Pieces, Runs, RunTables
+from fbtriton.config import LongRunConfig, Target, planned, select_runs, target_of
+from fbtriton.launch import Constants, cdiv, fixed_grid, launch, launch_options
+from fbtriton.layout import LongRuns, Runs, RunTables
 from fbtriton.rows import upper_bound
 from fbtriton.spec import OperatorSpec
 
@@ -61,9 +63,12 @@ def long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD: tl.constex
 
 
 @triton.jit
-def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr):
-    """Pieces and groups of each run. [K]"""
-    pieces = tl.where(is_long, (length + PIECE - 1) // PIECE, 0)
+def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr, WHOLE: tl.constexpr):
+    """Pieces and groups of each run. The last piece of a run has PIECE entries or more, but less than twice as many.
+    WHOLE: what would be a single piece is none. [K]"""
+    pieces = length // PIECE
+    pieces = tl.where(pieces > 1, pieces, 0) if WHOLE else tl.maximum(pieces, 1)
+    pieces = tl.where(is_long, pieces, 0)
     return pieces, tl.where(pieces > FAN_IN, (pieces + FAN_IN - 1) // FAN_IN, 0)
 
 
@@ -71,7 +76,7 @@ def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr):
 def count_runs_kernel(
     counts_ptr, long_ends_ptr,
     keys_ptr, num_slots, slots_per_program, no_key,
-    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * slots_per_program
     num_runs = tl.zeros([BLOCK], tl.int32)  # for each lane
@@ -85,7 +90,7 @@ def count_runs_kernel(
         if tl.max(is_long.to(tl.int32), axis=0) > 0:
             end = long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD)
             tl.store(long_ends_ptr + slot // THRESHOLD, end, mask=is_long)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN, WHOLE)
             num_long += is_long.to(tl.int32)
             num_pieces += pieces
             num_groups += groups
@@ -111,12 +116,22 @@ def table_of(key_tables, num_tables, key):
 
 
 @triton.jit
-def write_rows(runs, key_tables, table, key, run, starts):
+def write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT: tl.constexpr):
     """Where the row of each run lies. key, run, starts [K]; table [K] or [1]"""
     row = key.to(tl.int64) - tl.load(key_tables.key_base + table)
     weight_offset = tl.load(key_tables.weight_offset + table) + row * tl.load(key_tables.dim + table)
-    tl.store(runs.weight_offsets + run, weight_offset, mask=starts)
-    tl.store(runs.state_rows + run, tl.load(key_tables.state_base + table) + row, mask=starts)
+    state_row = tl.load(key_tables.state_base + table) + row
+    offset_type: tl.constexpr = runs.weight_offsets.dtype.element_ty
+    tl.store(runs.weight_offsets + run, (weight_offset // ROW_UNIT).to(offset_type), mask=starts)
+    tl.store(runs.state_rows + run, state_row.to(runs.state_rows.dtype.element_ty), mask=starts)
+
+
+@triton.jit
+def row_of_run(runs, run, live, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr):
+    """Where the row starts in the flat weights, and which row of row-wise state it is. run, live [R] -> [R] int64"""
+    weight_offset = tl.load(runs.weight_offsets + run, mask=live, other=0).to(tl.int64) * ROW_UNIT
+    state_row = tl.load(runs.state_rows + run, mask=live, other=0).to(tl.int64)
+    return tl.multiple_of(weight_offset, [ROW_ALIGNMENT]), state_row
 
 
 @triton.jit
@@ -131,6 +146,7 @@ def write_runs_kernel(
     counts_ptr, long_ends_ptr, keys_ptr, key_tables, bucket_keys_ptr,
     num_slots, slots_per_program, no_key, num_tables, num_bounds,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    WHOLE: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Also advances the step of stochastic rounding: the stamp holds the step that this backward uses."""
     if tl.program_id(0) == 0:
@@ -151,16 +167,16 @@ def write_runs_kernel(
         last = tl.load(keys_ptr + start + tl.full([1], BLOCK - 1, tl.int32)).to(tl.int64)
         several_tables = tl.max((last >= next_key).to(tl.int32), axis=0) > 0
         if several_tables:
-            write_rows(runs, key_tables, table_of(key_tables, num_tables, key), key, run, starts)
+            write_rows(runs, key_tables, table_of(key_tables, num_tables, key), key, run, starts, ROW_UNIT)
             table = table_of(key_tables, num_tables, last)
             next_key = tl.load(key_tables.key_base + table + 1, mask=table + 1 < num_tables, other=no_key)
             next_key = tl.where(last == no_key, last + 1, next_key)
         else:
-            write_rows(runs, key_tables, table, key, run, starts)
+            write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT)
 
         if several_tables | (tl.max(is_long.to(tl.int32), axis=0) > 0):
             end = tl.load(long_ends_ptr + slot // THRESHOLD, mask=is_long, other=0)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN, WHOLE)
             long_run = numbered(first_long, is_long.to(tl.int32))
             piece = numbered(first_piece, pieces)
             group = numbered(first_group, groups)
@@ -192,76 +208,102 @@ def num_buckets(tables: RunTables) -> int:
     return tables.ranges.numel() // KINDS.value - 1
 
 
-def table_sizes(num_slots: int, num_rows: int, long_run: LongRunConfig) -> dict[str, int]:
-    """Upper bounds. A run of n entries has at most n / piece_length + 1 pieces, and if it is long at most n / threshold
-    where pieces are about twice as long as the threshold; rounding up at most doubles the groups."""
-    runs = min(num_slots, num_rows)
-    long_runs = min(num_slots // long_run.threshold, num_rows)
-    pieces = num_slots // long_run.piece_length + long_runs
-    if 2 * long_run.threshold <= long_run.piece_length + 1:
-        pieces = min(pieces, num_slots // long_run.threshold)
-    groups = 2 * num_slots // (long_run.piece_length * long_run.fan_in)
-    return {"runs": runs, "long_runs": long_runs, "pieces": pieces, "groups": groups}
+def most_pieces(num_slots: int, long_run: LongRunConfig, whole: bool) -> int:
+    """Every piece has piece_length entries or more, unless it is the only one of its run."""
+    return num_slots // (long_run.piece_length if whole else min(long_run.piece_length, long_run.threshold))
 
 
-def empty_tables(num_slots: int, long_run: LongRunConfig, spec: OperatorSpec, device: torch.device) -> RunTables:
-    size = table_sizes(num_slots, spec.layout.no_key, long_run)
-    wide = carve(device, torch.int64, weight_offsets=size["runs"], state_rows=size["runs"])
-    narrow = carve(
+def most_groups(num_slots: int, long_run: LongRunConfig) -> int:
+    """Rounding up at most doubles them."""
+    return 2 * num_slots // (long_run.piece_length * long_run.fan_in)
+
+
+class FoundRuns(NamedTuple):
+    """The tables, and room for what the two passes tell each other."""
+
+    tables: RunTables
+    counts: Tensor  # [kinds * programs] int32
+    long_ends: Tensor  # [K / threshold + 1] int32; the end of the long run that starts in each threshold of slots
+
+
+def empty_tables(
+    num_slots: int, programs: int, long_run: LongRunConfig, spec: OperatorSpec, device: torch.device
+) -> FoundRuns:
+    """From one allocation, or two where the places of rows need 64 bits."""
+    layout = spec.layout
+    most_runs = min(num_slots, layout.no_key)
+    most_long = min(num_slots // long_run.threshold, layout.no_key)
+    dtypes = {"weight_offsets": layout.offset_dtype, "state_rows": layout.key_dtype}
+    narrow = {name: most_runs for name, dtype in dtypes.items() if dtype == torch.int32}
+    wide = {name: most_runs for name, dtype in dtypes.items() if dtype == torch.int64}
+    part = carve(
         device,
         torch.int32,
-        run_starts=size["runs"] + 1,
-        long_runs=size["long_runs"],
-        first_pieces=size["long_runs"],
-        first_groups=size["long_runs"],
-        piece_starts=size["pieces"],
-        piece_ends=size["pieces"],
-        group_first_pieces=size["groups"],
-        group_pieces_left=size["groups"],
-        group_numbers=size["groups"],
-        ranges=KINDS.value * (len(spec.layout.buckets) + 1),
+        run_starts=most_runs + 1,
+        long_runs=most_long,
+        first_pieces=most_long,
+        first_groups=most_long,
+        ranges=KINDS.value * (len(layout.buckets) + 1),
+        counts=KINDS.value * programs,
+        long_ends=num_slots // long_run.threshold + 1,
+        **narrow,
     )
-    return RunTables(
-        runs=Runs(narrow["run_starts"], wide["weight_offsets"], wide["state_rows"]),
-        long_runs=LongRuns(narrow["long_runs"], narrow["first_pieces"], narrow["first_groups"]),
-        pieces=Pieces(narrow["piece_starts"], narrow["piece_ends"]),
-        groups=Groups(narrow["group_first_pieces"], narrow["group_pieces_left"], narrow["group_numbers"]),
-        ranges=narrow["ranges"],
+    part |= carve(device, torch.int64, **wide)
+    tables = RunTables(
+        runs=Runs(part["run_starts"], part["weight_offsets"], part["state_rows"]),
+        long_runs=LongRuns(part["long_runs"], part["first_pieces"], part["first_groups"]),
+        ranges=part["ranges"],
     )
+    return FoundRuns(tables, part["counts"], part["long_ends"])
 
 
-def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, spec: OperatorSpec) -> RunTables:
-    """Sorted keys, the last of them padding -> runs; pieces and groups are left to `expand`. Advances the step."""
+@planned
+def plan_find_runs(long_run: LongRunConfig, whole: bool, row_unit: int, target: Target) -> tuple[Constants, Constants]:
+    config = select_runs()
+    shared = {
+        "BLOCK": config.block,
+        "THRESHOLD": long_run.threshold,
+        "PIECE": long_run.piece_length,
+        "FAN_IN": long_run.fan_in,
+        "WHOLE": whole,
+        **launch_options(config.num_warps, config.registers),
+    }
+    most_programs = target.multiprocessors * config.programs_per_multiprocessor
+    return Constants(shared), Constants(shared, PROGRAMS=1 << (most_programs - 1).bit_length(), ROW_UNIT=row_unit)
+
+
+def find_runs(
+    *, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, whole: bool, spec: OperatorSpec
+) -> RunTables:
+    """Sorted keys, the last of them padding -> runs. Advances the step.
+
+    Args:
+        whole: long runs of less than two pieces have none.
+    """
     config = select_runs()
     layout = spec.layout
     on_device = layout.on_device(keys.device)
     num_slots = keys.numel()
     assert num_slots % config.block == 0
-    tables = empty_tables(num_slots, long_run, spec, keys.device)
     target = target_of(keys.device)
     (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
     blocks = cdiv(num_slots // config.block, programs)  # of each program
     programs = cdiv(num_slots // config.block, blocks)
-    scratch = carve(
-        keys.device, torch.int32, counts=KINDS.value * programs, long_ends=num_slots // long_run.threshold + 1
-    )
+    tables, counts, long_ends = empty_tables(num_slots, programs, long_run, spec, keys.device)
     shared = {
-        "counts_ptr": scratch["counts"],
-        "long_ends_ptr": scratch["long_ends"],
+        "counts_ptr": counts,
+        "long_ends_ptr": long_ends,
         "keys_ptr": keys,
         "num_slots": num_slots,
         "slots_per_program": blocks * config.block,
         "no_key": layout.no_key,
-        "BLOCK": config.block,
-        "THRESHOLD": long_run.threshold,
-        "PIECE": long_run.piece_length,
-        "FAN_IN": long_run.fan_in,
-        **launch_options(config.num_warps, config.registers),
     }
-    launch(count_runs_kernel, (programs,), **shared)
+    of_counting, of_writing = plan_find_runs(long_run, whole, layout.row_unit, target)
+    launch(count_runs_kernel, (programs,), of_counting, **shared)
     launch(
         write_runs_kernel,
         (programs,),
+        of_writing,
         runs=tables.runs,
         long_runs=tables.long_runs,
         ranges_ptr=tables.ranges,
@@ -270,7 +312,6 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
         bucket_keys_ptr=on_device.bucket_keys,
         num_tables=len(layout.rows),
         num_bounds=len(layout.buckets) + 1,
-        PROGRAMS=1 << (target.multiprocessors * config.programs_per_multiprocessor - 1).bit_length(),
         **shared,
     )
     return tables

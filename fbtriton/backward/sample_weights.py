@@ -46,7 +46,7 @@ def sample_weights_grad_kernel(
 
 
 def sample_weights_grad(
-    *, weights: Tensor, bags: Bags, shape: BatchShape, grad_output: Tensor, grad_alignments: list[int],
+    *, weights: Tensor, bags: Bags, shape: BatchShape, grad_output: Tensor, grad_alignments: tuple[int, ...],
     spec: OperatorSpec,
 ) -> Tensor:  # fmt: skip
     """[N] fp32; 0 for pruned ids and padding."""

@@ -12,9 +12,9 @@ from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
-from fbtriton.backward.runs import bucket_range
-from fbtriton.config import select_short_run, target_of
-from fbtriton.launch import bucket_grid, cdiv, launch, launch_groups, launch_options
+from fbtriton.backward.runs import bucket_range, row_of_run
+from fbtriton.config import Target, planned, select_short_run, target_of
+from fbtriton.launch import BucketLaunch, Constants, bucket_launches, cdiv, launch, launch_options
 from fbtriton.layout import Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
 from fbtriton.rows import load_tile
@@ -26,7 +26,7 @@ def update_short_runs(
     weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, begin, end,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
     DIM: tl.constexpr, RUNS: tl.constexpr, UNROLL: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
     SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the runs begin to end - 1, of which the long ones are left out."""
@@ -37,9 +37,7 @@ def update_short_runs(
         start = tl.load(runs.run_starts + run, mask=live, other=0)
         length = tl.load(runs.run_starts + run + 1, mask=live, other=0) - start
         live = live & (length < THRESHOLD)
-        weight_offset = tl.load(runs.weight_offsets + run, mask=live, other=0)
-        weight_offset = tl.multiple_of(weight_offset, [ROW_ALIGNMENT])
-        state_row = tl.load(runs.state_rows + run, mask=live, other=0)
+        weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)
         state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
         length = tl.where(live, length, 0)
@@ -58,7 +56,7 @@ def short_run_kernel(
     grad_ptr, entries, runs, ranges_ptr, first_bucket,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
     DIMS: tl.constexpr, RUNS: tl.constexpr, UNROLLS: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROW_ALIGNMENTS: tl.constexpr, GRAD_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROW_ALIGNMENTS: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
@@ -67,27 +65,56 @@ def short_run_kernel(
             begin, end = bucket_range(ranges_ptr, first_bucket + number, ALL_RUNS)
             update_short_runs(
                 weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, begin, end, LOAD_STATE, UPDATE,
-                DIMS[number], RUNS[number], UNROLLS[number], THRESHOLD, ROW_ALIGNMENTS[number],
+                DIMS[number], RUNS[number], UNROLLS[number], THRESHOLD, ROW_ALIGNMENTS[number], ROW_UNIT,
                 GRAD_ALIGNMENTS[number], STOCHASTIC, SCALED, UNIT,
             )  # fmt: skip
 
 
+@planned
+def plan_short_run(
+    spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...], long_average: bool,
+    threshold: int,
+) -> tuple[BucketLaunch, ...]:  # fmt: skip
+    optimizer, buckets = OPTIMIZERS[spec.optimizer], spec.layout.buckets
+    itemsize = spec.torch_weights_dtype.itemsize
+    configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, long_average) for b in buckets]
+
+    def constants(group: range) -> Constants:
+        chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
+        values = {
+            "LOAD_STATE": optimizer.load_state,
+            "UPDATE": optimizer.update,
+            "DIMS": tuple(bucket.dim for bucket in chosen),
+            "RUNS": tuple(config.runs_per_tile for config in of_bucket),
+            "UNROLLS": tuple(config.unroll for config in of_bucket),
+            "THRESHOLD": threshold,
+            "ROW_ALIGNMENTS": tuple(bucket.row_alignment for bucket in chosen),
+            "ROW_UNIT": spec.layout.row_unit,
+            "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
+            "SCALED": form.scaled,
+            "UNIT": form.unit,
+            "STOCHASTIC": spec.stochastic_rounding,
+        }
+        return Constants(
+            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+        )
+
+    return bucket_launches(target, configs, constants)
+
+
 def short_run(
-    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignments: list[int],
-    entries: Entries, form: EntryForm, tables: RunTables, threshold: int, entries_per_row: float, spec: OperatorSpec,
+    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignments: tuple[int, ...],
+    entries: Entries, form: EntryForm, tables: RunTables, threshold: int, long_average: bool, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of all short runs in place."""
-    target = target_of(weights.device)
-    optimizer = OPTIMIZERS[spec.optimizer]
-    buckets = spec.layout.buckets
-    itemsize = weights.element_size()
-    configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, entries_per_row) for b in buckets]
-    for group in launch_groups(configs):
-        chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
-        tiles = cdiv(tables.runs.state_rows.numel(), min(config.runs_per_tile for config in of_bucket))
+    plan = plan_short_run(spec, target_of(weights.device), form, grad_alignments, long_average, threshold)
+    for part in plan:
+        tiles = cdiv(tables.runs.state_rows.numel(), min(part.constants["RUNS"]))
         launch(
             short_run_kernel,
-            bucket_grid(target, of_bucket[0], tiles, len(group)),
+            part.grid(tiles),
+            part.constants,
+            first_bucket=part.first_bucket,
             weights_ptr=weights,
             states=states,
             stamp_ptr=stamp,
@@ -95,17 +122,4 @@ def short_run(
             entries=entries,
             runs=tables.runs,
             ranges_ptr=tables.ranges,
-            first_bucket=group.start,
-            LOAD_STATE=optimizer.load_state,
-            UPDATE=optimizer.update,
-            DIMS=tuple(bucket.dim for bucket in chosen),
-            RUNS=tuple(config.runs_per_tile for config in of_bucket),
-            UNROLLS=tuple(config.unroll for config in of_bucket),
-            THRESHOLD=threshold,
-            ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),
-            GRAD_ALIGNMENTS=tuple(grad_alignments[b] for b in group),
-            SCALED=form.scaled,
-            UNIT=form.unit,
-            STOCHASTIC=spec.stochastic_rounding,
-            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec)),
         )

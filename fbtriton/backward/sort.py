@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fbtriton._triton import current_stream
 from fbtriton.config import select_sort
 
 Sort = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -106,7 +107,7 @@ class RadixSort:
             "d_out_values": Memory(sorted_values),
             "begin_bit": 0,
             "end_bit": bits,
-            "stream": Stream(torch.cuda.current_stream(self.device).cuda_stream),
+            "stream": Stream(current_stream(keys.device.index)),
         }
         size = round_up(keys.numel())
         if (size, bits) not in self.storage_bytes:

@@ -15,7 +15,9 @@ def carve(device: torch.device, dtype: torch.dtype, **sizes: int) -> dict[str, T
 
     Each starts at a multiple of 16 bytes and has at least the elements asked for.
     """
+    if not sizes:
+        return {}
     unit = UNIT_BYTES // dtype.itemsize
     padded = [-(-size // unit) * unit for size in sizes.values()]
     memory = torch.empty(sum(padded), dtype=dtype, device=device)
-    return dict(zip(sizes, memory.split(padded), strict=True))
+    return dict(zip(sizes, torch.split_with_sizes(memory, padded), strict=True))

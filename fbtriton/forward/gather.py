@@ -7,14 +7,16 @@ is fp32: each of a bag's ROWS lanes adds every ROWS-th row, and the lanes are ad
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
 from fbtriton.batch import BatchShape
 from fbtriton.bounds_check import chunk_size, counting_report, has_bad_offset, repair_bags, report_ids_of_bags
-from fbtriton.config import GatherConfig, select_gather, target_of
+from fbtriton.config import GatherConfig, planned, select_gather, target_of
 from fbtriton.forward.routing import bag_length
-from fbtriton.launch import cdiv, launch, launch_options
+from fbtriton.launch import Constants, cdiv, launch, launch_options
 from fbtriton.layout import Bags, BoundsCheck, Bucket
 from fbtriton.rows import (
     bag_bounds,
@@ -187,14 +189,43 @@ def gather_grid(dim: int, num_features: int, num_bags: int, config: GatherConfig
     return blocks, cdiv(dim, config.columns)
 
 
-def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, bags: Bags) -> int | None:
+class BagsForm(NamedTuple):
+    """What of the bags selects a variant of the kernel."""
+
+    id_bytes: int
+    weighted: bool
+    vbe: bool
+
+
+@planned
+def plan_gather(
+    spec: OperatorSpec, bucket: Bucket, config: GatherConfig, form: BagsForm, num_hyperparameters: int, fatal: bool
+) -> Constants:
+    layout = spec.layout
+    registers = registers_for(config, bucket, spec.torch_weights_dtype.itemsize, form)
+    return Constants(
+        DIM=bucket.dim,
+        BLOCK_D=min(bucket.block_dim, config.columns),
+        BAGS=config.bags_per_program,
+        ROWS=config.rows_per_bag,
+        UNROLL=config.unroll,
+        MEAN=spec.mean,
+        TABLE_ALIGNMENT=layout.table_alignment,
+        OUTPUT_ALIGNMENT=layout.dim_alignment if form.vbe else bucket.column_alignment,
+        NUM_HYPERPARAMETERS=num_hyperparameters,
+        FATAL=fatal,
+        debug=fatal,
+        **launch_options(config.num_warps, registers),
+    )
+
+
+def registers_for(config: GatherConfig, bucket: Bucket, itemsize: int, form: BagsForm) -> int | None:
     """More than the configuration says where a program has bags of several tables, rows need several narrow loads, or
     there are weights, above all beside wide ids: with fewer the loop over the rows would spill."""
     if config.registers is None:
         return None
     narrow = bucket.has_narrow_rows(itemsize)
-    for_weights = 2 * bags.indices.element_size() if bags.sample_weights is not None else 0
-    return config.registers + 16 * (bags.vbe is not None) + 32 * narrow + for_weights
+    return config.registers + 16 * form.vbe + 32 * narrow + 2 * form.id_bytes * form.weighted
 
 
 def gather(
@@ -208,20 +239,21 @@ def gather(
     bad, offsets included. With a batch size for each feature, parts must have all of them.
     """
     layout, device = spec.layout, weights.device
-    on_device = layout.on_device(device)
-    gpu = target_of(device).name
-    mean_length = bags.indices.numel() / shape.num_bags
+    gpu, itemsize = target_of(device).name, weights.element_size()
+    num_entries = bags.indices.numel()
+    mean_length = num_entries / shape.num_bags
     fatal = spec.bounds_check == "fatal" and check is not None
+    form = BagsForm(bags.indices.element_size(), bags.sample_weights is not None, bags.vbe is not None)
     first_bag = 0
     for bucket, chosen in parts:
         num_bags = shape.bags_of(chosen)
         if num_bags == 0:
             continue
-        length = bag_length(spec, chosen, mean_length)
-        config, _ = select_gather(gpu, bucket.dim, weights.element_size(), length)
+        config, _ = select_gather(gpu, bucket.dim, itemsize, bag_length(spec, chosen, mean_length))
         launch(
             gather_kernel,
             gather_grid(bucket.dim, len(chosen), num_bags, config, shape),
+            plan_gather(spec, bucket, config, form, hyperparameters.numel(), fatal),
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
             report_ptr=counting_report(report, spec),
@@ -231,25 +263,13 @@ def gather(
             seed_and_step_ptr=seed_and_step,
             iteration_ptr=iteration,
             bucket_features_ptr=layout.numbers_on_device(chosen, device),
-            features=on_device.features,
+            features=layout.on_device(device).features,
             bags=bags,
             first_bag=first_bag,
             num_bags=num_bags,
             batch_size=shape.batch_size,
-            num_entries=bags.indices.numel(),
+            num_entries=num_entries,
             num_columns=layout.columns[-1],
             chunk=chunk_size(bags.offsets.numel()),
-            DIM=bucket.dim,
-            BLOCK_D=min(bucket.block_dim, config.columns),
-            BAGS=config.bags_per_program,
-            ROWS=config.rows_per_bag,
-            UNROLL=config.unroll,
-            MEAN=spec.mean,
-            TABLE_ALIGNMENT=layout.table_alignment,
-            OUTPUT_ALIGNMENT=bucket.column_alignment if bags.vbe is None else layout.dim_alignment,
-            NUM_HYPERPARAMETERS=hyperparameters.numel(),
-            FATAL=fatal,
-            debug=fatal,
-            **launch_options(config.num_warps, registers_for(config, bucket, weights.element_size(), bags)),
         )
         first_bag += num_bags

@@ -232,13 +232,12 @@ def plan_for_gpu(
     by_counts = tuple(f for part in counted_tables(spec, counted) for f in part.features)
     if by_counts:
         routes.append(Route("backward histogram", tuple(sorted(by_counts)), "counted by the forward; no sort"))
-    block_dims = tuple(bucket.block_dim for bucket in spec.layout.buckets)
-    fused = select_fused(Target(gpu, 0, capability), block_dims, spec.deterministic)
+    fused = select_fused(Target(gpu, 0, capability), spec.layout.block_dims, spec.deterministic)
     for bucket in spec.layout.buckets:
         if set(bucket.features) <= set(by_counts):
             continue
         by_runs = tuple(f for f in bucket.features if f not in by_counts)
-        short = select_short_run(gpu, bucket.dim, itemsize, weighted or spec.mean, 0.0)
+        short = select_short_run(gpu, bucket.dim, itemsize, weighted or spec.mean, False)
         long = select_long_run(bucket.dim)
         reason = f"runs below {long.threshold} entries; {short.runs_per_tile} runs a tile, {short.num_warps} warps"
         routes.append(Route("backward short_run", by_runs, reason))

@@ -12,8 +12,8 @@ Example, a run of 7 pieces, fan-in 2; who is last among a group goes on:
     level 2, span 4    (0123 456)                  the last one updates the row
 
     counter of a group: that of the first piece of its second child: 1 3 5, 2 6, 4. No two groups share one, because
-    the number of the lowest digit, in base fan-in, that is not zero is the level. The counters are zeroed by the
-    launch that cuts runs into pieces, so a launch that failed or a replayed graph finds no trace of earlier ones.
+    the number of the lowest digit, in base fan-in, that is not zero is the level. The counters are zeroed before each
+    launch, so a launch that failed or a replayed graph finds no trace of earlier ones.
 
 With REDUCE all partial gradients of a run are added into one row by TMA, in the order in which they arrive, and one
 counter stands for the run. That is not deterministic, and has to be chosen.
@@ -51,11 +51,11 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
+from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.long_run import add_slots, store_slot
-from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, num_buckets
-from fbtriton.config import FusedConfig, LongRunConfig, target_of
+from fbtriton.backward.long_run import add_slots, find_piece, long_run_configs, store_slot
+from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, most_pieces, num_buckets, row_of_run
+from fbtriton.config import FusedConfig, target_of
 from fbtriton.launch import fixed_grid, launch_options
 from fbtriton.layout import Bucket, Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
@@ -125,50 +125,45 @@ def reduce_row(rows_desc, row, value, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["bucket"])
 def fused_long_run_kernel(
     weights_ptr, states, stamp_ptr, partials_ptr, rows_desc,
-    grad_ptr, entries, runs, long_runs, pieces, ranges_ptr, bucket, partial_stride,
+    grad_ptr, entries, runs, long_runs, arrivals_ptr, ranges_ptr, bucket, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    SCALED: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, CLC: tl.constexpr, REDUCE: tl.constexpr,
+    UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, CLC: tl.constexpr,
+    REDUCE: tl.constexpr,
 ):  # fmt: skip
     begin, end = bucket_range(ranges_ptr, bucket, PIECES)
-    part: tl.constexpr = PIECE // ROWS  # each lane sums that many neighbours
+    first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
     queue = open_queue(CLC, REVISION)
     tile = tl.program_id(0)
     phase = 0
     while tile >= 0:
         ask(queue)
         for piece in range(begin + tile, end, tl.num_programs(0)):
-            long_run = tl.load(pieces.long_runs + piece)
+            long_run, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
             run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
             first = tl.load(long_runs.first_pieces + long_run)
             run_length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-            count = (run_length + PIECE - 1) // PIECE
-
-            start = tl.load(pieces.starts + piece) + tl.arange(0, ROWS) * part  # [ROWS]
-            length = tl.minimum(tl.maximum(tl.load(pieces.ends + piece) - start, 0), part)
-            totals = sum_gradients(
-                grad_ptr, entries, start, length, DIM, BLOCK_D, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
+            count = tl.maximum(run_length // PIECE, 1)
+            grad = sum_piece(
+                grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
             )  # fmt: skip
-            grad = tl.sum(totals, axis=0, keep_dims=True)  # [1, BLOCK_D]
-
             alone = count == 1
             if REDUCE:
                 complete = alone
                 if not alone:
                     reduce_row(rows_desc, long_run, grad, BLOCK_D)
-                    complete = arrive(pieces.arrivals + first, count)
+                    complete = arrive(arrivals_ptr + first, count)
             else:
                 if not alone:
                     store_slot(partials_ptr, piece, partial_stride, grad, DIM, BLOCK_D)
                 complete, span, slots = climb(
-                    partials_ptr, pieces.arrivals, first, piece - first, count, partial_stride,
+                    partials_ptr, arrivals_ptr, first, piece - first, count, partial_stride,
                     DIM, BLOCK_D, SLOTS, FAN_IN,
                 )  # fmt: skip
             if complete:
                 live = run >= 0
-                weight_offset = tl.multiple_of(tl.load(runs.weight_offsets + run), [ROW_ALIGNMENT])
-                state_row = tl.load(runs.state_rows + run)
+                weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
                 weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)
                 state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
                 if REDUCE:
@@ -192,30 +187,24 @@ def clear_rows_kernel(partials_ptr, ranges_ptr, num_buckets, partial_stride, DIM
         store_slot(partials_ptr, row, partial_stride, tl.zeros([1, BLOCK_D], tl.float32), DIM, BLOCK_D)
 
 
-def with_arrivals(tables: RunTables) -> RunTables:
-    """Room for what `expand` then writes for this kernel."""
-    pieces = tables.pieces
-    long_runs, arrivals = pieces.starts.new_empty(2, pieces.starts.numel()).unbind()
-    return tables._replace(pieces=pieces._replace(long_runs=long_runs, arrivals=arrivals))
-
-
-def empty_partials(tables: RunTables, max_dim: int, reduce: bool) -> Tensor:
+def empty_partials(tables: RunTables, max_pieces: int, max_dim: int, reduce: bool) -> Tensor:
     """A slot for each piece, or a row for each long run. A TMA box starts at multiples of 16 bytes."""
-    rows = tables.long_runs.runs.numel() if reduce else tables.pieces.starts.numel()
+    rows = tables.long_runs.runs.numel() if reduce else max_pieces
     return tables.ranges.new_empty((rows, -(-max_dim // 4) * 4), dtype=torch.float32)
 
 
 def fused_long_run(
-    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignments: list[int],
-    entries: Entries, form: EntryForm, tables: RunTables, long_runs: list[LongRunConfig], config: FusedConfig,
-    spec: OperatorSpec,
+    *, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor, grad_alignments: tuple[int, ...],
+    entries: Entries, form: EntryForm, tables: RunTables, config: FusedConfig, spec: OperatorSpec,
 ) -> None:  # fmt: skip
     """Update the rows of all long runs in place, one launch for each bucket."""
-    max_pieces = tables.pieces.starts.numel()
+    long_runs = long_run_configs(spec)
+    max_pieces = most_pieces(entries.payload.numel(), long_runs[0], whole=False)
     if max_pieces == 0:
         return
     target, optimizer, buckets = target_of(weights.device), OPTIMIZERS[spec.optimizer], spec.layout.buckets
-    partials = empty_partials(tables, max(spec.layout.dims), config.reduce)
+    partials = empty_partials(tables, max_pieces, max(spec.layout.dims), config.reduce)
+    arrivals = tables.ranges.new_zeros(max_pieces)
     if config.reduce:
         clear_rows_kernel[fixed_grid(target, config.programs_per_multiprocessor, partials.shape[0])](
             partials_ptr=partials,
@@ -238,7 +227,7 @@ def fused_long_run(
             entries=entries,
             runs=tables.runs,
             long_runs=tables.long_runs,
-            pieces=tables.pieces,
+            arrivals_ptr=arrivals,
             ranges_ptr=tables.ranges,
             bucket=number,
             partial_stride=partials.stride(0),
@@ -252,6 +241,7 @@ def fused_long_run(
             FAN_IN=long_run.fan_in,
             UNROLL=long_run.unroll,
             ROW_ALIGNMENT=bucket.row_alignment,
+            ROW_UNIT=spec.layout.row_unit,
             GRAD_ALIGNMENT=grad_alignments[number],
             STOCHASTIC=spec.stochastic_rounding,
             SCALED=form.scaled,
