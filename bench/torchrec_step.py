@@ -121,16 +121,17 @@ class Trainer:
 
 def make_batches(device: torch.device, args: argparse.Namespace) -> list[Batch]:
     """Bags of 1 to 2 * args.bag - 1 ids; ids crowd at the first rows, as popular items do."""
-    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
+    generator = torch.Generator(device).manual_seed(args.seed + dist.get_rank())
+    on: dict[str, Any] = {"generator": generator, "device": device}
     names, batches = [f"t{table}" for table in range(args.tables)], []
     for _ in range(BATCHES):
-        lengths = torch.randint(1, 2 * args.bag, (args.tables * args.batch_size,), generator=generator)
-        share = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64) ** args.skew
+        lengths = torch.randint(1, 2 * args.bag, (args.tables * args.batch_size,), **on)
+        share = torch.rand(int(lengths.sum()), dtype=torch.float64, **on) ** args.skew
         ids = (share * args.rows).long().clamp_max(args.rows - 1)
         dtype = getattr(torch, args.ids)
-        sparse = torchrec.KeyedJaggedTensor(keys=names, values=ids.to(dtype), lengths=lengths.to(dtype)).to(device)
-        dense = torch.rand(args.batch_size, DENSE_FEATURES, generator=generator).to(device)
-        labels = torch.randint(0, 2, (args.batch_size,), generator=generator).float().to(device)
+        sparse = torchrec.KeyedJaggedTensor(keys=names, values=ids.to(dtype), lengths=lengths.to(dtype))
+        dense = torch.rand(args.batch_size, DENSE_FEATURES, **on)
+        labels = torch.randint(0, 2, (args.batch_size,), **on).float()
         batches.append(Batch(dense, sparse, labels))
     return batches
 
