@@ -36,8 +36,10 @@ class KilledJob:
         self.shown = " ".join(["torchrun", *shown])
         self.error: Exception | None = None
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *torchrun]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path}
         with open(folder / "log", "w") as log:
-            self.job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            self.job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         self.thread = threading.Thread(target=self._kill_one, daemon=True)
         self.thread.start()
 

@@ -109,10 +109,17 @@ def make_tables(data: Data, args: argparse.Namespace) -> list[torchrec.Embedding
 def make_constraints(
     kernel: str, tables: list[torchrec.EmbeddingBagConfig], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The planner takes `kernel` for all tables. A plan is "mixed" if the tables in turn may have one type each."""
+    """The planner takes `kernel` for all tables. A plan is "mixed" if the tables in turn may have one type each; those
+    that do not have a row for every rank are not sharded row-wise then, as FBGEMM on CPUs refuses some of these."""
+    ranks = dist.get_world_size()
     constraints: dict[str, Any] = {}
     for number, table in enumerate(tables):
-        types = [SHARDINGS[number % len(SHARDINGS)]] if args.sharding == ["mixed"] else args.sharding
+        types = args.sharding
+        if types == ["mixed"]:
+            rows_a_rank = -(-table.num_embeddings // ranks)
+            turn = SHARDINGS[number % len(SHARDINGS)]
+            full = rows_a_rank * (ranks - 1) < table.num_embeddings
+            types = ["table_wise" if turn == "row_wise" and not full else turn]
         constraints |= torchrec_integration.constraints_for(
             [table], kernel, sharding_types=types, min_partition=SHARD_COLUMNS
         )

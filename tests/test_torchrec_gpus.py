@@ -92,7 +92,7 @@ def test_report_of_a_result(out, tmp_path):
 
 def test_cases():
     """Every plan with every optimizer and pooling, once; the first half has every pair of settings."""
-    from bench.torchrec_gpus import IDS, OPTIMIZERS, PLANS, POOLINGS, all_cases
+    from bench.torchrec_cases import IDS, OPTIMIZERS, PLANS, POOLINGS, all_cases
 
     cases = all_cases()
     assert {case[:3] for case in cases} == set(itertools.product(PLANS, OPTIMIZERS, POOLINGS)) and len(cases) == 24
@@ -111,6 +111,22 @@ def test_split_step():
         DeviceEvent("Memcpy DtoD (Device -> Device)", 30, 1.0),
     ]
     assert split_step(events) == {"step": 29.0, "all_to_all": 5.0, "collectives": 3.0}
+
+
+def test_over_ranks():
+    """Two ranks of 8 samples: the slower one counts in every block, and device times are means."""
+    from bench.torchrec_gpus import over_ranks
+
+    kernels = {"kernels": [], "tbe_kernels": []}
+    ranks = [
+        {"step_ms": [1.0, 4.0, 2.0], "device": {"ms": {"step": 3.0}} | kernels},
+        {"step_ms": [2.0, 3.0, 1.0], "device": {"ms": {"step": 5.0}} | kernels},
+    ]
+    found = over_ranks(ranks, 8)
+    assert (found["blocks_ms"], found["step_ms"], found["samples_per_s"]) == ([2.0, 4.0, 2.0], 2.0, 8000.0)
+    assert found["device_ms"] == {"step": 4.0} and found["device_ms_of_ranks"] == [{"step": 3.0}, {"step": 5.0}]
+    failed = over_ranks([ranks[0], ranks[1] | {"device": None, "profile_error": "no markers"}], 8)
+    assert failed["device_ms"] is None and failed["profile_errors"] == ["no markers"]
 
 
 @pytest.mark.parametrize(
