@@ -298,12 +298,13 @@ def fused(
 def predict(
     results: Annotated[Path, typer.Argument(help="A result file of an H200.")],
     occupancy: Annotated[Path, typer.Option(help="What `occupancy --json` wrote, with Meta's fork of Triton.")],
+    long_runs: Annotated[Path, typer.Option(help="What `tools/tlx_record.py` wrote of an H200.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("bench/b200.md"),
 ) -> None:
-    """Write what a B200 should take, from a result of an H200 and from compilations for both."""
+    """Write what a B200 should take, from results of an H200 and from compilations for both."""
     from bench.predict import write_page
 
     try:
-        write_page(results, occupancy, out)
+        write_page(results, occupancy, long_runs, out)
     except (ValueError, OSError) as error:
         raise _fail(error) from error

@@ -1,5 +1,5 @@
 """Long runs in one launch beside accumulating and applying apart: GPU time of the kernels that long runs take, in turn,
-and whether both leave the same weights."""
+and whether both leave the same weights. `tools/tlx_record.py` makes a page of what it writes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bench import results as store
 from bench import tables
 from bench.device_time import profile_calls, short_name
 from bench.measure import FLUSH_BYTES, _make_grad
 from bench.providers import Fbtriton
-from bench.workloads import Workload, make_requests
+from bench.workloads import Request, Workload, make_requests
 from fbtriton import tlx
-from fbtriton.config import FusedConfig, force_config
+from fbtriton.config import FusedConfig, force_config, select_long_run
 
 KERNELS = (
     "grad_accum_kernel", "add_groups_kernel", "apply_kernel", "clear_rows_kernel",
@@ -43,6 +44,21 @@ def variants(block_dims: tuple[int, ...]) -> dict[str, FusedConfig | bool]:
         found[f"slots, CLC, {tiles} tiles"] = FusedConfig(clc=True, programs_per_multiprocessor=tiles)
         found[f"TMA, CLC, {tiles} tiles"] = FusedConfig(clc=True, reduce=True, programs_per_multiprocessor=tiles)
     return {name: v for name, v in found.items() if isinstance(v, bool) or v.fits(block_dims)}
+
+
+def long_run_sizes(workload: Workload, request: Request) -> dict[str, int]:
+    """How many ids of a request are in long runs, and how many runs and pieces those are."""
+    config = select_long_run(workload.dims[0])
+    first_rows = [sum(workload.rows[:table]) for table in workload.feature_tables]
+    ends = request.offsets[torch.tensor(workload.samples).cumsum(0).to(request.offsets.device)].tolist()
+    keys = request.indices.long()
+    for first_row, start, end in zip(first_rows, [0, *ends], ends, strict=False):
+        keys[start:end] += first_row
+    lengths = torch.unique(keys, return_counts=True)[1]
+    lengths = lengths[lengths >= config.threshold]
+    pieces = (lengths + config.piece_length - 1) // config.piece_length
+    return {"ids": keys.numel(), "in long runs": int(lengths.sum()), "long runs": lengths.numel(),
+            "pieces": int(pieces.sum())}  # fmt: skip
 
 
 def _step(provider: Fbtriton, fused: Any, request: Any, grad: torch.Tensor) -> None:
@@ -102,14 +118,18 @@ def fused_costs(workloads: list[Workload], ids: str, out: Path | None) -> None:
     gpu = torch.cuda.get_device_name()
     table = Table(title=f"long runs on {gpu}, {ids} ids: GPU time of their kernels, us (weights that differ)")
     table.add_column("workload", no_wrap=True)
+    result = store.new_results(None, {}, [])
+    head = {name: result[name] for name in ("command", "date", "commit", "versions")}
     record: dict[str, Any] = {}
+    sizes: dict[str, dict[str, int]] = {}
     names: list[str] = []
     for workload in workloads:
+        sizes[workload.name] = long_run_sizes(workload, make_requests(workload, 1, 1, torch.device("cuda"), ids)[0])
         record[workload.name] = measure(workload, ids)
         names += [name for name in record[workload.name] if name not in names]
         torch.cuda.empty_cache()
         if out:
-            out.write_text(json.dumps({"gpu": gpu, "ids": ids, "times": record}) + "\n")
+            out.write_text(json.dumps({**head, "gpu": gpu, "ids": ids, "sizes": sizes, "times": record}) + "\n")
     for name in names:
         table.add_column(name, justify="right")
     for measured, times in record.items():

@@ -68,7 +68,8 @@ def _variant_name(kernel: Any) -> str:
     names = kernel.src.fn.arg_names
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
     shown = {name: value for name, value in constants.items() if name.isupper() and name not in ("BLOCK_D", "UPDATE")}
-    return " ".join(f"{name}={value:d}" for name, value in shown.items() if isinstance(value, int))
+    dims = ["DIMS=" + ",".join(map(str, shown["DIMS"]))] if "DIMS" in shown else []
+    return " ".join(dims + [f"{name}={value:d}" for name, value in shown.items() if isinstance(value, int)])
 
 
 def _types(kernel: Any) -> str:
@@ -79,7 +80,7 @@ def _types(kernel: Any) -> str:
 
 
 def _examine(kernel: Any, arch: int) -> dict[str, Any]:
-    from fbtriton.compile_only import load_widths, resources
+    from fbtriton.compile_only import arithmetic, load_widths, resources
 
     used = resources(kernel)
     warps = kernel.metadata.num_warps
@@ -94,6 +95,7 @@ def _examine(kernel: Any, arch: int) -> dict[str, Any]:
         "shared_bytes": used.shared_bytes,
         "resident_warps": resident_warps(used.registers, used.shared_bytes, warps, MULTIPROCESSORS[arch]),
         "loads": dict(sorted(load_widths(kernel).items())),
+        "fp32": dict(sorted(arithmetic(kernel).items())),
     }
 
 

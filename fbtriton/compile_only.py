@@ -119,3 +119,8 @@ def load_widths(kernel: Any) -> collections.Counter[str]:
     kept = ("128", "64", "U16", "U8", "S8", "S16")
     names = (".".join(["LDG.E", *(part for part in load.split(".") if part in kept)]) for load in loads)
     return collections.Counter(names)
+
+
+def arithmetic(kernel: Any) -> collections.Counter[str]:
+    """How often each fp32 addition, subtraction, multiplication and fused multiply-add stands in the PTX."""
+    return collections.Counter(re.findall(r"\b(add|sub|mul|fma)\.(?:rn\.)?f32\b", kernel.asm["ptx"]))

@@ -81,8 +81,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         bag_size_hints: expected ids in a bag, for each feature. Advisory: they change the route, not the result.
         frozen_tables: numbers of tables that are not trained; `freeze_tables` changes them.
         deterministic: the same inputs give bitwise the same weights on every run. False lets the backward add the
-            gradients of long runs in any order where a kernel can: on sm_100 and later with TLX, by TMA. What that
-            gains has not been measured.
+            gradients of long runs in any order where a kernel can: on sm_100 and later with TLX, by TMA. No benefit
+            was measured: on an H200, forced, it was faster than ordered slots in one launch but slower than the
+            separate launches (bench/results/nvidia-h200/tlx-2026-11-30.md); on Blackwell it has not run.
         device: where weights and state live; default the current CUDA device if there is one, else the CPU. On "meta"
             nothing is allocated; `to_empty` then gives memory, with everything as at construction.
 

@@ -1,6 +1,8 @@
 """The benchmark's files: workloads from files and recorded ones, results, reports, command line, occupancy."""
 
+import importlib.util
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,16 +229,58 @@ def test_the_page_of_predictions(tmp_path):
             (predict.FUSED, 90, 32), (predict.FUSED, 100, 32),
         ]
     ]  # fmt: skip
-    record = {"kernels": {"backward": [{"name": "short_run_kernel", "us": 100.0}, {"name": "other", "us": 10.0}]}}
-    least, most = predict.predict(record, "backward", rows)
+    least, most = predict.predict([{"name": "short_run_kernel", "us": 100.0}, {"name": "other", "us": 10.0}], rows)
     assert least == pytest.approx(100 * 132 / 148 / 2 + 10 * 4.8 / 8)
     assert most == pytest.approx(100 * 4.8 / 8 + 10 * 132 / 148)
 
     occupancy, page = tmp_path / "occupancy.json", tmp_path / "page.md"
     occupancy.write_text(json.dumps(rows))
-    results = max((store.RESULTS / "nvidia-h200").glob("*-41c1528.json"))
-    predict.write_page(results, occupancy, page)
+    least, most = predict.predict_fused({"grad_accum_kernel": 80.0, "apply_kernel": 20.0}, rows, 1.5)
+    assert least == pytest.approx(80 * 4.8 / 8)
+    assert most == pytest.approx(1.5 * (80 + 20) * 132 / 148)
+    folder = store.RESULTS / "nvidia-h200"
+    results, long_runs = max(folder.glob("*-41c1528.json")), max(folder.glob("tlx-*.json"))
+    predict.write_page(results, occupancy, long_runs, page)
     assert "| mlperf-dlrmv2 |" in page.read_text()
     occupancy.write_text(json.dumps(rows[:3]))
     with pytest.raises(ValueError, match="occupancy must hold the fused kernel"):
-        predict.write_page(results, occupancy, page)
+        predict.write_page(results, occupancy, long_runs, page)
+
+
+def test_the_page_on_blackwell_is_what_the_records_say(tmp_path):
+    """`bench predict` of the files that the page names."""
+    from bench import predict
+
+    committed = (store.ROOT / "bench" / "b200.md").read_text()
+    folder, compiled = store.RESULTS / "nvidia-h200", store.RESULTS / "compiled"
+    results, occupancy, long_runs = re.findall(r"`([\w-]+\.json)`", committed)
+    predict.write_page(folder / results, compiled / occupancy, folder / long_runs, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == committed
+
+
+def test_the_record_of_long_runs():
+    """What pytest printed is read, and the page is what its data says, but for the notes."""
+    spec = importlib.util.spec_from_file_location("tlx_record", store.ROOT / "tools" / "tlx_record.py")
+    tlx_record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tlx_record)
+    printed = (
+        "71.27s call     tests/test_tlx.py::test_contention[128-torch.float16-1-slots]\n"
+        "5.98s setup    tests/test_tlx.py::test_contention[64-torch.float32-1-reduce]\n"
+        "18 passed, 18 skipped in 187.24s (0:03:07)\n"
+    )
+    assert tlx_record.outcome(printed) == "18 passed, 18 skipped"
+    assert tlx_record.cases(printed) == {"slots": 1}
+    for data in (store.RESULTS / "nvidia-h200").glob("tlx-*.json"):
+        text = data.with_suffix(".md").read_text()
+        assert text.startswith(tlx_record.page(json.loads(data.read_text()), data.name) + f"\n{tlx_record.NOTES}\n")
+
+
+def test_sizes_of_long_runs():
+    """Two features of one table, and one of another: ids 0 of the tables are different rows."""
+    from bench.fused import long_run_sizes
+    from bench.workloads import Request, Workload
+
+    workload = Workload("sizes", (5, 5), (8, 8), 2, (50,) * 3, "", feature_tables=(0, 0, 1))
+    indices = torch.tensor([0] * 50 + [1] * 31 + [0] * 40 + [2] * 31 + [0] * 64)
+    sizes = long_run_sizes(workload, Request(indices, torch.tensor([0, 50, 81, 121, 152, 216, 216]), None))
+    assert sizes == {"ids": 216, "in long runs": 154, "long runs": 2, "pieces": 3}

@@ -1,4 +1,5 @@
-"""Long runs in one launch, against the reference and, to the bit, against accumulating and applying apart.
+"""Long runs in one launch, against the reference and, to the bit, against accumulating and applying apart. The latter
+holds for the dims here: for others a compiler may fuse other operations of the update (the H200's record has a case).
 
 Where nothing of TLX is needed (fixed grid, ordered slots) these run on any Triton, in the interpreter too. Sums by TMA
 need the fork and a GPU of sm_90 or later. Cluster launch control needs sm_100: its kernels are compiled and read in
