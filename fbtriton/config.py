@@ -102,10 +102,10 @@ class LineariseConfig:
 class RunsConfig:
     """The passes over the sorted keys: neighbouring blocks of keys a program."""
 
-    block: int = 512
-    num_warps: int = 4
+    block: int = 256
+    num_warps: int = 2
     programs_per_multiprocessor: int = 16
-    registers: int | None = None  # see GatherConfig
+    registers: int | None = 64  # see GatherConfig
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class LongRunConfig:
     threshold: int = 32  # entries from which a run is long
     piece_length: int = 64  # entries; a run with fewer than two pieces is not cut
     fan_in: int = 64  # partial gradients that one program of one level adds
+    search_ways: int = 256  # long runs that are compared at once in the search for a piece's; a power of two
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
     slots_per_step: int = 4  # partial gradients that are loaded before they are added; a power of two
@@ -349,7 +350,9 @@ def select_short_run(gpu: str, dim: int, itemsize: int, scaled: bool, long_avera
 
 def _registers_for(block_dim: int, warps: int) -> int | None:
     """Enough for a gradient, a row and what is under way, unless the row is very wide."""
-    return 64 if block_dim <= 512 * warps else None
+    if block_dim > 512 * warps:
+        return None
+    return 64 if block_dim <= 256 * warps else 96
 
 
 def select_long_run(dim: int) -> LongRunConfig:

@@ -196,6 +196,9 @@ def _update_by_runs(
     partials = grad_output.new_empty(num_pieces, max(layout.dims), dtype=torch.float32)
     grad_accum(
         partials=partials,
+        weights=weights,
+        states=states,
+        stamp=stamp,
         grad_output=grad_output,
         grad_alignments=grad_alignments,
         entries=entries,
@@ -204,15 +207,4 @@ def _update_by_runs(
         spec=spec,
     )
     add_groups(partials=partials, num_slots=num_slots, tables=tables, spec=spec)
-    apply(
-        weights=weights,
-        states=states,
-        stamp=stamp,
-        partials=partials,
-        grad_output=grad_output,
-        grad_alignments=grad_alignments,
-        entries=entries,
-        form=form,
-        tables=tables,
-        spec=spec,
-    )
+    apply(weights=weights, states=states, stamp=stamp, partials=partials, tables=tables, spec=spec)
