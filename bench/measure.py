@@ -285,9 +285,18 @@ def _blocked(call: Callable[[], Any], cycles: int) -> tuple[float, Any, bool]:
 
 
 def host_times(subject: Subject, repetitions: int) -> tuple[dict[str, Any], str | None]:
-    """Time from call to return with the stream blocked, and why there is none."""
-    found, reason = _host_times(subject, repetitions, BLOCK_CYCLES)
-    return _host_times(subject, repetitions, 8 * BLOCK_CYCLES) if reason else (found, reason)
+    """Time from call to return with the stream blocked, and why there is none: with the backward in autograd's thread,
+    which is the default, and of a step also with the backward in the caller's."""
+    cycles = BLOCK_CYCLES
+    found, reason = _host_times(subject, repetitions, cycles)
+    if reason:
+        cycles *= 8
+        found, reason = _host_times(subject, repetitions, cycles)
+    if not reason:
+        with torch.autograd.set_multithreading_enabled(False):
+            one_thread, reason = _host_times(subject, repetitions, cycles)
+        found |= {"host_step_one_thread": one_thread["host_step"]} if one_thread else {}
+    return found, reason
 
 
 def _host_times(subject: Subject, repetitions: int, cycles: int) -> tuple[dict[str, Any], str | None]:

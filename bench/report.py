@@ -15,7 +15,8 @@ What the columns mean:
 
 - **GPU time**: the durations of all device activity of the call (kernels, memsets, copies), summed, from a profile.
 - **wall**: from the call to the device done, eager.
-- **host**: from the call to its return while the stream is blocked.
+- **host**: from the call to its return while the stream is blocked; **one thread**: with the backward in the caller's
+  thread, under `torch.autograd.set_multithreading_enabled(False)`.
 - **graph**: between events around the replay of a CUDA graph.
 - **memory**: allocated at the peak beyond weights, optimizer state, inputs and output.
 - **floor**: the least bytes over the copy bandwidth measured in the same run; the byte model stands in
@@ -85,7 +86,7 @@ def _ratios(results: dict[str, Any]) -> list[str]:
         rows.append([f"**{label}**", *[f"**{value:.2f}**" if value else "" for value in values]])
     head = [
         "times faster than FBGEMM",
-        *[f"{kind} {direction}".replace("gpu", "GPU") for kind, direction in store.RATIOS],
+        *[f"{kind} {direction}".replace("gpu", "GPU").replace("_", " ") for kind, direction in store.RATIOS],
     ]
     return ["## Against FBGEMM", "", *_table(head, rows)]
 
@@ -127,7 +128,7 @@ def _gpu_table(results: dict[str, Any]) -> list[str]:
 
 def _host_table(results: dict[str, Any]) -> list[str]:
     measures = ["wall_forward", "wall_backward", "wall_step", "host_forward", "host_backward"]
-    measures += ["graph_forward", "graph_step"]
+    measures += ["host_step_one_thread", "graph_forward", "graph_step"]
     rows = []
     for name in _workloads(results):
         for record in store.records(results, workload=name):

@@ -49,6 +49,7 @@ RATIOS = [
     ("gpu", "step"),
     ("wall", "step"),
     ("host", "step"),
+    ("host", "step_one_thread"),
     ("graph", "step"),
 ]
 

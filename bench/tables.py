@@ -119,7 +119,7 @@ def ratios_table(results: dict[str, Any]) -> Table | None:
     """fbtriton against FBGEMM at its best, and the geometric means."""
     table = Table(title="times faster than FBGEMM at its best setting, same ids on both sides")
     table.add_column("workload", no_wrap=True)
-    for name in ("GPU fwd", "GPU bwd", "GPU both", "wall both", "host both", "graph both"):
+    for name in ("GPU fwd", "GPU bwd", "GPU both", "wall both", "host both", "host both, one thread", "graph both"):
         table.add_column(name, **NUMBER)
     shown = False
     for workload in results["workloads"]:

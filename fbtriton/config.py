@@ -102,10 +102,10 @@ class LineariseConfig:
 class RunsConfig:
     """The passes over the sorted keys: neighbouring blocks of keys a program."""
 
-    block: int = 256
-    num_warps: int = 2
+    block: int = 512
+    num_warps: int = 4
     programs_per_multiprocessor: int = 16
-    registers: int | None = 64  # see GatherConfig
+    registers: int | None = None  # see GatherConfig
 
 
 @dataclass(frozen=True)
@@ -326,8 +326,12 @@ def select_linearise() -> LineariseConfig:
     return _forced.linearise or LineariseConfig()
 
 
-def select_runs() -> RunsConfig:
-    return _forced.runs or RunsConfig()
+# Printed by `python -m bench tune runs`, on torchrec-2365.
+RUNS_CONFIGS = {"NVIDIA H200": RunsConfig(256, 2, 16, 64)}
+
+
+def select_runs(gpu: str) -> RunsConfig:
+    return _forced.runs or RUNS_CONFIGS.get(gpu) or RunsConfig()
 
 
 LONG_AVERAGE_RUN = 8.0

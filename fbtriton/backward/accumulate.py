@@ -62,11 +62,11 @@ def update_rows(
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)
 
 
-def with_registers(config: Config, bucket: Bucket, spec: OperatorSpec) -> Config:
+def with_registers(config: Config, bucket: Bucket, spec: OperatorSpec, more: int = 0) -> Config:
     """More registers than the configuration says where rows need several narrow loads or come with state of their own
-    size: with fewer the loop would spill."""
+    size: with fewer the loop would spill. more: for anything else."""
     if config.registers is None:
         return config
     narrow = bucket.has_narrow_rows(spec.torch_weights_dtype.itemsize)
     elementwise = sum(not state.rowwise for state in STATES[spec.optimizer])
-    return replace(config, registers=config.registers + 64 * narrow + 32 * elementwise)
+    return replace(config, registers=config.registers + more + 64 * narrow + 32 * elementwise)

@@ -228,12 +228,16 @@ def search_levels(num_slots: int, config: LongRunConfig) -> int:
     return max(1, cdiv((num_slots // config.threshold).bit_length(), config.search_ways.bit_length() - 1))
 
 
+FOR_FACTORS = 16  # registers more than the configuration says where entries have factors; and few are under way
+
+
 @planned
 def plan_grad_accum(
     spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...], levels: int
 ) -> tuple[BucketLaunch, ...]:
     optimizer, buckets = OPTIMIZERS[spec.optimizer], spec.layout.buckets
-    configs = [with_registers(config, b, spec) for config, b in zip(long_run_configs(spec), buckets, strict=True)]
+    more = FOR_FACTORS * form.scaled
+    configs = [with_registers(config, b, spec, more) for config, b in zip(long_run_configs(spec), buckets, strict=True)]
 
     def constants(group: range) -> Constants:
         chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
@@ -242,7 +246,7 @@ def plan_grad_accum(
             "UPDATE": optimizer.update,
             "DIMS": tuple(bucket.dim for bucket in chosen),
             "ROWS": tuple(config.rows_per_step for config in of_bucket),
-            "UNROLLS": tuple(config.unroll for config in of_bucket),
+            "UNROLLS": tuple(min(config.unroll, 2 if form.scaled else config.unroll) for config in of_bucket),
             "PIECE": of_bucket[0].piece_length,
             "WAYS": of_bucket[0].search_ways,
             "LEVELS": levels,

@@ -129,7 +129,9 @@ def write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT: tl.constexpr
 @triton.jit
 def row_of_run(runs, run, live, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr):
     """Where the row starts in the flat weights, and which row of row-wise state it is. run, live [R] -> [R] int64"""
-    weight_offset = tl.load(runs.weight_offsets + run, mask=live, other=0).to(tl.int64) * ROW_UNIT
+    weight_offset = tl.load(runs.weight_offsets + run, mask=live, other=0).to(tl.int64)
+    if ROW_UNIT > 1:  # a product by 1 would be removed, and what is said of its alignment with it
+        weight_offset *= ROW_UNIT
     state_row = tl.load(runs.state_rows + run, mask=live, other=0).to(tl.int64)
     return tl.multiple_of(weight_offset, [ROW_ALIGNMENT]), state_row
 
@@ -259,7 +261,7 @@ def empty_tables(
 
 @planned
 def plan_find_runs(long_run: LongRunConfig, whole: bool, row_unit: int, target: Target) -> tuple[Constants, Constants]:
-    config = select_runs()
+    config = select_runs(target.name)
     shared = {
         "BLOCK": config.block,
         "THRESHOLD": long_run.threshold,
@@ -280,12 +282,12 @@ def find_runs(
     Args:
         whole: long runs of less than two pieces have none.
     """
-    config = select_runs()
+    target = target_of(keys.device)
+    config = select_runs(target.name)
     layout = spec.layout
     on_device = layout.on_device(keys.device)
     num_slots = keys.numel()
     assert num_slots % config.block == 0
-    target = target_of(keys.device)
     (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
     blocks = cdiv(num_slots // config.block, programs)  # of each program
     programs = cdiv(num_slots // config.block, blocks)
