@@ -8,6 +8,7 @@ failed or did not run; the exit code is then not 0.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ def run_tests(junit: Path, options: list[str]) -> str:
     subprocess.run([sys.executable, *command, *options], cwd=ROOT)
     if not junit.exists():
         sys.exit("pytest did not finish, so there is nothing to record")
-    return "python " + " ".join([*command[:-1], *options])
+    return "python " + shlex.join([*command[:-1], *options])
 
 
 def read_results(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, dict[str, float]], list[str]]:
@@ -87,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--commit", default="not given", help="of the tree, where there is no .git")
-    parser.add_argument("--demo", default="", help="arguments of the demo, such as '--data DIR'")
+    parser.add_argument("--demo", default="", help="arguments of the demo, such as '--data DIR'; none = it is not run")
     parser.add_argument("--pytest", default="-n 8", help="further arguments of pytest")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -97,11 +98,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     junit = folder / "tests.xml"
     started = time.monotonic()
-    command = run_tests(junit, args.pytest.split())
+    command = run_tests(junit, shlex.split(args.pytest))
     seconds = time.monotonic() - started
     outcomes, errors, failed = read_results(junit)
     junit.unlink()
-    code, demo, demo_command = run_demo(args.demo.split())
+    code, demo, demo_command = (0, "", "not run") if args.demo == "none" else run_demo(shlex.split(args.demo))
     verdict = (
         "everything that ran passed"
         if not failed and code == 0
