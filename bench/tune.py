@@ -119,9 +119,7 @@ def long_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     for (threshold, piece, fan_in), rows, unroll in itertools.product(cuts, (1, 2, 4, 8), (2, 4)):
         if 8 <= rows * dim // 32 <= 32 and rows * unroll * dim // 32 <= 64:
             slots = max(1, min(16, 512 >> (dim - 1).bit_length()))
-            yield LongRunConfig(
-                threshold, piece, fan_in, rows_per_step=rows, unroll=unroll, slots_per_step=slots, registers=64
-            )
+            yield LongRunConfig(threshold, piece, fan_in, rows, unroll, slots, registers=64)
 
 
 TUNABLES = {

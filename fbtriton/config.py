@@ -124,9 +124,8 @@ class LongRunConfig:
     """Long runs: pieces of fixed length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
-    piece_length: int = 64  # entries; a run with fewer than two pieces is not cut
+    piece_length: int = 64  # entries
     fan_in: int = 64  # partial gradients that one program of one level adds
-    search_ways: int = 256  # long runs that are compared at once in the search for a piece's; a power of two
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added
     slots_per_step: int = 4  # partial gradients that are loaded before they are added; a power of two
@@ -326,12 +325,8 @@ def select_linearise() -> LineariseConfig:
     return _forced.linearise or LineariseConfig()
 
 
-# Printed by `python -m bench tune runs`, on torchrec-2365.
-RUNS_CONFIGS = {"NVIDIA H200": RunsConfig(256, 2, 16, 64)}
-
-
-def select_runs(gpu: str) -> RunsConfig:
-    return _forced.runs or RUNS_CONFIGS.get(gpu) or RunsConfig()
+def select_runs() -> RunsConfig:
+    return _forced.runs or RunsConfig()
 
 
 LONG_AVERAGE_RUN = 8.0
@@ -354,9 +349,7 @@ def select_short_run(gpu: str, dim: int, itemsize: int, scaled: bool, long_avera
 
 def _registers_for(block_dim: int, warps: int) -> int | None:
     """Enough for a gradient, a row and what is under way, unless the row is very wide."""
-    if block_dim > 512 * warps:
-        return None
-    return 64 if block_dim <= 256 * warps else 96
+    return 64 if block_dim <= 512 * warps else None
 
 
 def select_long_run(dim: int) -> LongRunConfig:

@@ -140,14 +140,13 @@ class RowGradients(NamedTuple):
 
 
 class LongRuns(NamedTuple):
-    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces. A run
-    that is too short for two pieces has none, unless the kernel that takes long runs asks for one.
+    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
 
-    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 15, 1 and 6 entries; run 1 has 3 pieces:
+    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 9, 1 and 3 entries; run 1 has 3 pieces:
 
         runs            1, 3
-        first_pieces    0, 3              pieces 0, 1 and 2 have the sorted entries [2, 6), [6, 10) and [10, 17)
-        first_groups    0, 2              run 3 has no piece, and no group
+        first_pieces    0, 3              the pieces have the sorted entries [2, 6), [6, 10), [10, 11) and [12, 15)
+        first_groups    0, 2              run 3 has a single piece, so no groups
     """
 
     runs: Tensor  # [L] int32

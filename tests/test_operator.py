@@ -289,10 +289,9 @@ def test_everything_long(device):
 
 @pytest.mark.parametrize("fan_in", [2, 3, 64])
 def test_levels_of_the_tree(fan_in, device):
-    """Runs of 1 to 50 pieces in two buckets: with fan-in 2, up to five levels below the last. The search for a piece's
-    run, four ways at once, takes four steps."""
+    """Runs of 1 to 50 pieces in two buckets: with fan-in 2, up to five levels below the last."""
     case = Case(rows=(2, 4), dims=(8, 12), lengths=((100,), (37,)), hot=0.9)
-    long_run = LongRunConfig(threshold=2, piece_length=2, fan_in=fan_in, search_ways=4, rows_per_step=2)
+    long_run = LongRunConfig(threshold=2, piece_length=2, fan_in=fan_in, rows_per_step=2)
     with force_config(long_run=long_run):
         check(case, device)
 

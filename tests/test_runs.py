@@ -53,7 +53,7 @@ def read_entries(entries, form):
     return (payload & 0xFFFFFFFF if entries.payload.dtype == torch.int32 else payload) * form.unit, None
 
 
-def find(spec, batch, long_run, whole, device, runs=None, linearise_config=None, form=None):
+def find(spec, batch, long_run, device, runs=None, linearise_config=None, form=None):
     """Everything up to the tables of runs."""
     form = form or EntryForm(scaled=batch.sample_weights is not None or spec.mean, unit=1)
     batch_size = (batch.offsets.numel() - 1) // len(spec.feature_tables)
@@ -69,13 +69,13 @@ def find(spec, batch, long_run, whole, device, runs=None, linearise_config=None,
         )
         keys, payload = sort_pairs(keys, entries.payload, spec.layout.no_key.bit_length())
         tables = find_runs(
-            keys=keys, seed_and_step=seed_and_step, long_run=long_run, whole=whole, spec=spec
+            keys=keys, seed_and_step=seed_and_step, long_run=long_run, spec=spec
         )  # fmt: skip
     assert seed_and_step.tolist() == [1, 42]
     return keys, entries._replace(payload=payload), tables
 
 
-def check_tables(tables, keys_of_entries, num_slots, long_run, whole, spec):
+def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
     """Against plain Python, from the sorted keys of the entries that train."""
     layout = spec.layout
     keys = sorted(set(keys_of_entries))
@@ -96,15 +96,14 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, whole, spec):
         length = starts[run + 1] - starts[run]
         if length >= long_run.threshold:
             long_runs.append((run, pieces, groups))
-            count = length // long_run.piece_length
-            count = max(count, 1) if not whole else count if count > 1 else 0
+            count = -(-length // long_run.piece_length)
             pieces += count
             groups += -(-count // long_run.fan_in) if count > long_run.fan_in else 0
     before.append((len(keys), len(long_runs), pieces, groups))
     columns = [column[: len(long_runs)].tolist() for column in tables.long_runs]
     assert list(zip(*columns, strict=True)) == long_runs
     assert len(keys) <= runs.state_rows.numel() and len(long_runs) <= tables.long_runs.runs.numel()
-    assert pieces <= most_pieces(num_slots, long_run, whole) and groups <= most_groups(num_slots, long_run)
+    assert pieces <= most_pieces(num_slots, layout.no_key, long_run) and groups <= most_groups(num_slots, long_run)
 
     bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(len(layout.buckets) + 1)]
     ranges = [before[sum(key < bound for key in keys)] for bound in bounds]
@@ -128,9 +127,8 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, whole, spec):
             LongRunConfig(threshold=3, piece_length=3, fan_in=64, rows_per_step=1),
         ]
     ),
-    whole=st.booleans(),
 )
-def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offset_bits, long_run, whole, device):
+def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offset_bits, long_run, device):
     spec = make_spec(rows, (8, 1, 8), feature_tables, "mean" if mean else "sum")
     batch = make_batch(
         [max(1, rows[table]) for table in feature_tables],
@@ -146,24 +144,23 @@ def test_tables(feature_tables, lengths, rows, hot, pruned, mean, padding, offse
         return
     form = EntryForm(scaled=True, unit=1)
     config = LineariseConfig(block=16, ways=4, offset_bits=offset_bits)
-    keys, entries, tables = find(spec, batch, long_run, whole, device, linearise_config=config, form=form)
+    keys, entries, tables = find(spec, batch, long_run, device, linearise_config=config, form=form)
     expected = expected_entries(spec, batch, 3)
     assert keys[: len(expected)].tolist() == [key for key, *_ in expected]
     offsets, scales = (values[: len(expected)] for values in read_entries(entries, form))
     assert offsets.tolist() == expected_offsets(spec, expected, 3)
     factors = torch.tensor([float(batch.sample_weights[p]) / (n if mean else 1) for _, p, _, n in expected])
     assert torch.allclose(scales.cpu(), factors, rtol=2**-22, atol=0)
-    check_tables(tables, [key for key, *_ in expected], keys.numel(), long_run, whole, spec)
+    check_tables(tables, [key for key, *_ in expected], keys.numel(), long_run, spec)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["one piece", "whole"])
 @pytest.mark.parametrize("programs", [1, 3, 8])
 @pytest.mark.parametrize(
     "run_lengths",
     [[64], [63, 1], [1] * 63, [4, 3, 5, 8, 9, 16, 17], [7, 8, 8, 8, 9, 24], [33, 31], [2, 40, 2, 40]],
     ids=lambda lengths: "-".join(map(str, lengths[:8])),
 )
-def test_runs_across_blocks_and_programs(run_lengths, programs, whole, device):
+def test_runs_across_blocks_and_programs(run_lengths, programs, device):
     """Blocks of 8 keys: runs that end with a block, that fill blocks, and one of all entries; two buckets."""
     long_run = LongRunConfig(threshold=4, piece_length=8, fan_in=2, rows_per_step=1)
     spec = make_spec((40, 40), (4, 8), (0, 1))
@@ -173,9 +170,9 @@ def test_runs_across_blocks_and_programs(run_lengths, programs, whole, device):
     batch = make_batch((40, 40), torch.tensor([[first], [len(ids) - first]]), seed=0, device=device)
     batch = replace(batch, indices=ids.to(device))
     runs = RunsConfig(block=8, programs_per_multiprocessor=programs)
-    keys, _, tables = find(spec, batch, long_run, whole, device, runs=runs)
+    keys, _, tables = find(spec, batch, long_run, device, runs=runs)
     expected = [key for key, *_ in expected_entries(spec, batch, 1)]
-    check_tables(tables, expected, keys.numel(), long_run, whole, spec)
+    check_tables(tables, expected, keys.numel(), long_run, spec)
 
 
 @pytest.mark.parametrize("offset_bits", [32, 2])

@@ -157,9 +157,7 @@ def _update_by_runs(
     keys, payload = sort_pairs(keys, entries.payload, max(1, layout.no_key.bit_length()))
     entries = entries._replace(payload=payload)
     fused = select_fused(target_of(weights.device), layout.block_dims, spec.deterministic)
-    tables = find_runs(
-        keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], whole=fused is None, spec=spec
-    )  # fmt: skip
+    tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
     del keys  # room for the partial gradients
     if gradients is not None:
         weights, tables = gradients.values, with_slots(tables, gradients, spec.layout)
@@ -192,13 +190,10 @@ def _update_by_runs(
         )
         return
     num_slots = payload.numel()
-    num_pieces = most_pieces(num_slots, long_runs[0], whole=True)
+    num_pieces = most_pieces(num_slots, layout.no_key, long_runs[0])
     partials = grad_output.new_empty(num_pieces, max(layout.dims), dtype=torch.float32)
     grad_accum(
         partials=partials,
-        weights=weights,
-        states=states,
-        stamp=stamp,
         grad_output=grad_output,
         grad_alignments=grad_alignments,
         entries=entries,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeVar
-
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
-from fbtriton.config import LongRunConfig, ShortRunConfig
 from fbtriton.layout import Bucket
 from fbtriton.optim import STATES
 from fbtriton.rows import load_tile, store_rows
 from fbtriton.spec import OperatorSpec
-
-Config = TypeVar("Config", ShortRunConfig, LongRunConfig)
 
 
 @triton.jit
@@ -62,11 +56,11 @@ def update_rows(
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)
 
 
-def with_registers(config: Config, bucket: Bucket, spec: OperatorSpec, more: int = 0) -> Config:
-    """More registers than the configuration says where rows need several narrow loads or come with state of their own
-    size: with fewer the loop would spill. more: for anything else."""
-    if config.registers is None:
-        return config
-    narrow = bucket.has_narrow_rows(spec.torch_weights_dtype.itemsize)
+def registers_for(configured: int | None, buckets: list[Bucket], spec: OperatorSpec) -> int | None:
+    """More than the configuration says where rows need several narrow loads or come with state of their own size: with
+    fewer the loop would spill."""
+    if configured is None:
+        return None
+    narrow = any(bucket.has_narrow_rows(spec.torch_weights_dtype.itemsize) for bucket in buckets)
     elementwise = sum(not state.rowwise for state in STATES[spec.optimizer])
-    return replace(config, registers=config.registers + more + 64 * narrow + 32 * elementwise)
+    return configured + 64 * narrow + 32 * elementwise

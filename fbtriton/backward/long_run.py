@@ -1,5 +1,4 @@
-"""Long runs: each piece is summed into a slot of its own, slots are added as a tree, and the sum updates the row. Runs
-without pieces are summed as a whole and update their row at once, in the launch that sums the pieces.
+"""Long runs: each piece is summed into a slot of its own, slots are added as a tree, and the sum updates the row.
 
 Example, a run of 7 pieces, fan-in 2; each level adds the slots of a group into the group's first:
 
@@ -17,14 +16,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_piece, update_rows, with_registers
+from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, most_groups, num_buckets, row_of_run
 from fbtriton.config import LongRunConfig, Target, planned, select_long_run, target_of
 from fbtriton.launch import BucketLaunch, Constants, bucket_launches, cdiv, fixed_grid, launch, launch_options
 from fbtriton.layout import Entries, RunTables
 from fbtriton.optim import OPTIMIZERS, OptimizerStates
-from fbtriton.rows import count_at_most, load_tile
+from fbtriton.rows import load_tile, upper_bound
 from fbtriton.spec import OperatorSpec
 
 
@@ -51,96 +50,46 @@ def add_slots(
 
 
 @triton.jit
-def find_piece(
-    runs, long_runs, begin, end, piece, PIECE: tl.constexpr, WAYS: tl.constexpr, LEVELS: tl.constexpr
-):  # fmt: skip
+def find_piece(runs, long_runs, begin, end, piece, PIECE: tl.constexpr):
     """The long run, among begin to end - 1, that a piece is of, and the sorted entries that the piece has."""
-    # Of the runs with the same first piece, all but the last have no pieces.
-    long_run = begin + count_at_most(long_runs.first_pieces + begin, end - begin, piece, WAYS, LEVELS) - 1
+    number = upper_bound(long_runs.first_pieces + begin, end - begin, piece + tl.zeros([1], tl.int32))
+    long_run = begin + tl.sum(number) - 1
     run = tl.load(long_runs.runs + long_run)
     piece_start = tl.load(runs.run_starts + run) + (piece - tl.load(long_runs.first_pieces + long_run)) * PIECE
     run_end = tl.load(runs.run_starts + run + 1)
-    return long_run, piece_start, tl.where(run_end - piece_start < 2 * PIECE, run_end, piece_start + PIECE)
+    return long_run, piece_start, tl.minimum(piece_start + PIECE, run_end)
 
 
 @triton.jit
 def sum_pieces(
     partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, bucket, partial_stride,
     DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr,
-    WAYS: tl.constexpr, LEVELS: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """This program's share of a bucket's pieces."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     begin, end = bucket_range(ranges_ptr, bucket, PIECES)
     first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
     for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        _, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE, WAYS, LEVELS)
+        _, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
         grad = sum_piece(
             grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
         )  # fmt: skip
         store_slot(partials_ptr, piece, partial_stride, grad, DIM, BLOCK_D)
 
 
-@triton.jit
-def load_row(weights_ptr, states, runs, run, LOAD_STATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-             ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr):  # fmt: skip
-    """run [1] -> weight [1, BLOCK_D], state, weight_offset [1], state_row [1]"""
-    live = run >= 0
-    weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
-    weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)
-    state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
-    return weight, state, weight_offset, state_row
-
-
-@triton.jit
-def update_whole_runs(
-    weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, bucket,
-    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """This program's share of a bucket's long runs, of which those with pieces are left out."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
-    begin, end = bucket_range(ranges_ptr, bucket, LONG_RUNS)
-    for long_run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
-        run_start = tl.sum(tl.load(runs.run_starts + run))
-        run_end = tl.sum(tl.load(runs.run_starts + run + 1))
-        if run_end - run_start < 2 * PIECE:
-            weight, state, weight_offset, state_row = load_row(
-                weights_ptr, states, runs, run, LOAD_STATE, DIM, BLOCK_D, ROW_ALIGNMENT, ROW_UNIT
-            )
-            grad = sum_piece(
-                grad_ptr, entries, run_start, run_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
-            )  # fmt: skip
-            update_rows(
-                weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, run >= 0,
-                UPDATE, DIM, BLOCK_D, STOCHASTIC,
-            )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["first_bucket"])
 def grad_accum_kernel(
-    partials_ptr, weights_ptr, states, stamp_ptr,
-    grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
-    LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
+    partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
     DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, PIECE: tl.constexpr,
-    WAYS: tl.constexpr, LEVELS: tl.constexpr, ROW_ALIGNMENTS: tl.constexpr, ROW_UNIT: tl.constexpr,
-    GRAD_ALIGNMENTS: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
+    GRAD_ALIGNMENTS: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
     for number in tl.static_range(len(DIMS)):
         if tl.program_id(1) == len(DIMS) - 1 - number:
             sum_pieces(
                 partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket + number, partial_stride,
-                DIMS[number], ROWS[number], UNROLLS[number], PIECE, WAYS, LEVELS, GRAD_ALIGNMENTS[number], SCALED,
-                UNIT,
-            )  # fmt: skip
-            update_whole_runs(
-                weights_ptr, states, stamp_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket + number,
-                LOAD_STATE, UPDATE, DIMS[number], ROWS[number], UNROLLS[number], PIECE, ROW_ALIGNMENTS[number],
-                ROW_UNIT, GRAD_ALIGNMENTS[number], STOCHASTIC, SCALED, UNIT,
+                DIMS[number], ROWS[number], UNROLLS[number], PIECE, GRAD_ALIGNMENTS[number], SCALED, UNIT,
             )  # fmt: skip
 
 
@@ -148,16 +97,15 @@ def grad_accum_kernel(
 def add_groups_kernel(
     partials_ptr, runs, long_runs, ranges_ptr, num_buckets, span, partial_stride,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    WAYS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     num_long = tl.load(ranges_ptr + num_buckets * KINDS + LONG_RUNS)
     for group in range(tl.program_id(0), tl.load(ranges_ptr + num_buckets * KINDS + GROUPS), tl.num_programs(0)):
         # Of the runs with the same first group, all but the last have no groups.
-        long_run = count_at_most(long_runs.first_groups, num_long, group, WAYS, LEVELS) - 1
+        long_run = tl.sum(upper_bound(long_runs.first_groups, num_long, group + tl.zeros([1], tl.int32))) - 1
         run = tl.load(long_runs.runs + long_run)
         length = tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run)
         number = group - tl.load(long_runs.first_groups + long_run)  # of the run's groups
-        left = length // PIECE - number * FAN_IN  # pieces from there to the end of the run
+        left = (length + PIECE - 1) // PIECE - number * FAN_IN  # pieces from there to the end of the run
         slots = (left + number * FAN_IN + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
         count = tl.minimum((left + span - 1) // span, FAN_IN)
         if (number % span == 0) & (slots > FAN_IN) & (count > 1):
@@ -168,33 +116,32 @@ def add_groups_kernel(
 
 
 @triton.jit
-def update_cut_runs(
-    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, bucket, partial_stride,
+def update_long_runs(
+    weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
     DIM: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of a bucket's long runs, of which those without pieces are left out."""
+    """This program's share of the long runs begin to end - 1."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
-    begin, end = bucket_range(ranges_ptr, bucket, LONG_RUNS)
     for long_run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
+        live = run >= 0
+        weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
+        weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
+        state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
         length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-        count = length // PIECE
-        if count > 1:
-            weight, state, weight_offset, state_row = load_row(
-                weights_ptr, states, runs, run, LOAD_STATE, DIM, BLOCK_D, ROW_ALIGNMENT, ROW_UNIT
-            )
-            span = 1
-            while count > FAN_IN:
-                count = (count + FAN_IN - 1) // FAN_IN
-                span *= FAN_IN
-            first = tl.load(long_runs.first_pieces + long_run)
-            grad = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, SLOTS)
-            update_rows(
-                weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, run >= 0,
-                UPDATE, DIM, BLOCK_D, STOCHASTIC,
-            )  # fmt: skip
+        count = (length + PIECE - 1) // PIECE
+        span = 1
+        while count > FAN_IN:
+            count = (count + FAN_IN - 1) // FAN_IN
+            span *= FAN_IN
+        first = tl.load(long_runs.first_pieces + long_run)
+        grad = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, SLOTS)
+        update_rows(
+            weights_ptr, states, stamp_ptr, weight, grad, state, weight_offset, state_row, live,
+            UPDATE, DIM, BLOCK_D, STOCHASTIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_bucket"])
@@ -207,10 +154,11 @@ def apply_kernel(
     """Some buckets, as in `grad_accum_kernel`."""
     for number in tl.static_range(len(DIMS)):
         if tl.program_id(1) == len(DIMS) - 1 - number:
-            update_cut_runs(
-                weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, first_bucket + number,
-                partial_stride, LOAD_STATE, UPDATE, DIMS[number], SLOTS[number], PIECE, FAN_IN,
-                ROW_ALIGNMENTS[number], ROW_UNIT, STOCHASTIC,
+            begin, end = bucket_range(ranges_ptr, first_bucket + number, LONG_RUNS)
+            update_long_runs(
+                weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
+                LOAD_STATE, UPDATE, DIMS[number], SLOTS[number], PIECE, FAN_IN, ROW_ALIGNMENTS[number], ROW_UNIT,
+                STOCHASTIC,
             )  # fmt: skip
 
 
@@ -223,77 +171,56 @@ def long_run_configs(spec: OperatorSpec) -> tuple[LongRunConfig, ...]:
     return configs
 
 
-def search_levels(num_slots: int, config: LongRunConfig) -> int:
-    """Of the search for the long run that a piece or a group is of."""
-    return max(1, cdiv((num_slots // config.threshold).bit_length(), config.search_ways.bit_length() - 1))
-
-
-FOR_FACTORS = 16  # registers more than the configuration says where entries have factors; and few are under way
-
-
 @planned
 def plan_grad_accum(
-    spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...], levels: int
+    spec: OperatorSpec, target: Target, form: EntryForm, grad_alignments: tuple[int, ...]
 ) -> tuple[BucketLaunch, ...]:
-    optimizer, buckets = OPTIMIZERS[spec.optimizer], spec.layout.buckets
-    more = FOR_FACTORS * form.scaled
-    configs = [with_registers(config, b, spec, more) for config, b in zip(long_run_configs(spec), buckets, strict=True)]
+    configs = long_run_configs(spec)
 
     def constants(group: range) -> Constants:
-        chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
+        chosen, of_bucket = [spec.layout.buckets[b] for b in group], [configs[b] for b in group]
         values = {
-            "LOAD_STATE": optimizer.load_state,
-            "UPDATE": optimizer.update,
             "DIMS": tuple(bucket.dim for bucket in chosen),
             "ROWS": tuple(config.rows_per_step for config in of_bucket),
-            "UNROLLS": tuple(min(config.unroll, 2 if form.scaled else config.unroll) for config in of_bucket),
+            "UNROLLS": tuple(config.unroll for config in of_bucket),
             "PIECE": of_bucket[0].piece_length,
-            "WAYS": of_bucket[0].search_ways,
-            "LEVELS": levels,
-            "ROW_ALIGNMENTS": tuple(bucket.row_alignment for bucket in chosen),
-            "ROW_UNIT": spec.layout.row_unit,
             "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
-            "STOCHASTIC": spec.stochastic_rounding,
             "SCALED": form.scaled,
             "UNIT": form.unit,
         }
-        return Constants(**values, **launch_options(of_bucket[0].num_warps, of_bucket[0].registers))
+        return Constants(
+            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+        )
 
     return bucket_launches(target, configs, constants)
 
 
 def grad_accum(
-    *, partials: Tensor, weights: Tensor, states: OptimizerStates, stamp: Tensor, grad_output: Tensor,
-    grad_alignments: tuple[int, ...], entries: Entries, form: EntryForm, tables: RunTables, spec: OperatorSpec,
+    *, partials: Tensor, grad_output: Tensor, grad_alignments: tuple[int, ...], entries: Entries, form: EntryForm,
+    tables: RunTables, spec: OperatorSpec,
 ) -> None:  # fmt: skip
-    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece, and update the rows of the long
-    runs that have no pieces in place."""
-    num_slots, max_long = entries.payload.numel(), tables.long_runs.runs.numel()
-    if max_long == 0:
+    """Fill partials [pieces, at least dim] fp32 with the summed gradient of each piece."""
+    max_pieces, partial_stride = partials.shape
+    if max_pieces == 0:
         return
-    most_work = max(max_long, partials.shape[0])
-    levels = search_levels(num_slots, long_run_configs(spec)[0])
-    for part in plan_grad_accum(spec, target_of(weights.device), form, grad_alignments, levels):
+    for part in plan_grad_accum(spec, target_of(grad_output.device), form, grad_alignments):
         launch(
             grad_accum_kernel,
-            part.grid(most_work),
+            part.grid(max_pieces),
             part.constants,
             first_bucket=part.first_bucket,
             partials_ptr=partials,
-            weights_ptr=weights,
-            states=states,
-            stamp_ptr=stamp,
             grad_ptr=grad_output,
             entries=entries,
             runs=tables.runs,
             long_runs=tables.long_runs,
             ranges_ptr=tables.ranges,
-            partial_stride=partials.stride(0),
+            partial_stride=partial_stride,
         )
 
 
 @planned
-def plan_add_groups(spec: OperatorSpec, levels: int) -> Constants:
+def plan_add_groups(spec: OperatorSpec) -> Constants:
     config, widest = long_run_configs(spec)[-1], spec.layout.buckets[-1]
     return Constants(
         DIM=widest.dim,
@@ -301,8 +228,6 @@ def plan_add_groups(spec: OperatorSpec, levels: int) -> Constants:
         ROWS=config.slots_per_step,
         PIECE=config.piece_length,
         FAN_IN=config.fan_in,
-        WAYS=config.search_ways,
-        LEVELS=levels,
         num_warps=config.num_warps,
     )
 
@@ -321,7 +246,7 @@ def add_groups(*, partials: Tensor, num_slots: int, tables: RunTables, spec: Ope
         launch(
             add_groups_kernel,
             fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups),
-            plan_add_groups(spec, search_levels(num_slots, config)),
+            plan_add_groups(spec),
             partials_ptr=partials,
             runs=tables.runs,
             long_runs=tables.long_runs,
@@ -358,14 +283,14 @@ def plan_apply(spec: OperatorSpec, target: Target) -> tuple[BucketLaunch, ...]:
 def apply(
     *, weights: Tensor, states: OptimizerStates, stamp: Tensor, partials: Tensor, tables: RunTables, spec: OperatorSpec
 ) -> None:
-    """Update the rows of all runs that have pieces in place."""
-    max_cut = min(tables.long_runs.runs.numel(), partials.shape[0])
-    if max_cut == 0:
+    """Update the rows of all long runs in place."""
+    max_long = tables.long_runs.runs.numel()
+    if max_long == 0:
         return
     for part in plan_apply(spec, target_of(weights.device)):
         launch(
             apply_kernel,
-            part.grid(max_cut),
+            part.grid(max_long),
             part.constants,
             first_bucket=part.first_bucket,
             weights_ptr=weights,

@@ -63,12 +63,9 @@ def long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD: tl.constex
 
 
 @triton.jit
-def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr, WHOLE: tl.constexpr):
-    """Pieces and groups of each run. The last piece of a run has PIECE entries or more, but less than twice as many.
-    WHOLE: what would be a single piece is none. [K]"""
-    pieces = length // PIECE
-    pieces = tl.where(pieces > 1, pieces, 0) if WHOLE else tl.maximum(pieces, 1)
-    pieces = tl.where(is_long, pieces, 0)
+def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr):
+    """Pieces and groups of each run. [K]"""
+    pieces = tl.where(is_long, (length + PIECE - 1) // PIECE, 0)
     return pieces, tl.where(pieces > FAN_IN, (pieces + FAN_IN - 1) // FAN_IN, 0)
 
 
@@ -76,7 +73,7 @@ def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr, WHO
 def count_runs_kernel(
     counts_ptr, long_ends_ptr,
     keys_ptr, num_slots, slots_per_program, no_key,
-    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * slots_per_program
     num_runs = tl.zeros([BLOCK], tl.int32)  # for each lane
@@ -90,7 +87,7 @@ def count_runs_kernel(
         if tl.max(is_long.to(tl.int32), axis=0) > 0:
             end = long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD)
             tl.store(long_ends_ptr + slot // THRESHOLD, end, mask=is_long)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN, WHOLE)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
             num_long += is_long.to(tl.int32)
             num_pieces += pieces
             num_groups += groups
@@ -148,7 +145,7 @@ def write_runs_kernel(
     counts_ptr, long_ends_ptr, keys_ptr, key_tables, bucket_keys_ptr,
     num_slots, slots_per_program, no_key, num_tables, num_bounds,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    WHOLE: tl.constexpr, ROW_UNIT: tl.constexpr,
+    ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Also advances the step of stochastic rounding: the stamp holds the step that this backward uses."""
     if tl.program_id(0) == 0:
@@ -178,7 +175,7 @@ def write_runs_kernel(
 
         if several_tables | (tl.max(is_long.to(tl.int32), axis=0) > 0):
             end = tl.load(long_ends_ptr + slot // THRESHOLD, mask=is_long, other=0)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN, WHOLE)
+            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
             long_run = numbered(first_long, is_long.to(tl.int32))
             piece = numbered(first_piece, pieces)
             group = numbered(first_group, groups)
@@ -210,9 +207,13 @@ def num_buckets(tables: RunTables) -> int:
     return tables.ranges.numel() // KINDS.value - 1
 
 
-def most_pieces(num_slots: int, long_run: LongRunConfig, whole: bool) -> int:
-    """Every piece has piece_length entries or more, unless it is the only one of its run."""
-    return num_slots // (long_run.piece_length if whole else min(long_run.piece_length, long_run.threshold))
+def most_pieces(num_slots: int, num_rows: int, long_run: LongRunConfig) -> int:
+    """A run of n entries has at most n / piece_length + 1 pieces, and if it is long at most n / threshold where pieces
+    are about twice as long as the threshold."""
+    pieces = num_slots // long_run.piece_length + min(num_slots // long_run.threshold, num_rows)
+    if 2 * long_run.threshold <= long_run.piece_length + 1:
+        return min(pieces, num_slots // long_run.threshold)
+    return pieces
 
 
 def most_groups(num_slots: int, long_run: LongRunConfig) -> int:
@@ -260,30 +261,23 @@ def empty_tables(
 
 
 @planned
-def plan_find_runs(long_run: LongRunConfig, whole: bool, row_unit: int, target: Target) -> tuple[Constants, Constants]:
-    config = select_runs(target.name)
+def plan_find_runs(long_run: LongRunConfig, row_unit: int, target: Target) -> tuple[Constants, Constants]:
+    config = select_runs()
     shared = {
         "BLOCK": config.block,
         "THRESHOLD": long_run.threshold,
         "PIECE": long_run.piece_length,
         "FAN_IN": long_run.fan_in,
-        "WHOLE": whole,
         **launch_options(config.num_warps, config.registers),
     }
     most_programs = target.multiprocessors * config.programs_per_multiprocessor
     return Constants(shared), Constants(shared, PROGRAMS=1 << (most_programs - 1).bit_length(), ROW_UNIT=row_unit)
 
 
-def find_runs(
-    *, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, whole: bool, spec: OperatorSpec
-) -> RunTables:
-    """Sorted keys, the last of them padding -> runs. Advances the step.
-
-    Args:
-        whole: long runs of less than two pieces have none.
-    """
+def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, spec: OperatorSpec) -> RunTables:
+    """Sorted keys, the last of them padding -> runs. Advances the step."""
     target = target_of(keys.device)
-    config = select_runs(target.name)
+    config = select_runs()
     layout = spec.layout
     on_device = layout.on_device(keys.device)
     num_slots = keys.numel()
@@ -300,7 +294,7 @@ def find_runs(
         "slots_per_program": blocks * config.block,
         "no_key": layout.no_key,
     }
-    of_counting, of_writing = plan_find_runs(long_run, whole, layout.row_unit, target)
+    of_counting, of_writing = plan_find_runs(long_run, layout.row_unit, target)
     launch(count_runs_kernel, (programs,), of_counting, **shared)
     launch(
         write_runs_kernel,

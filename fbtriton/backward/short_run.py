@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_gradients, update_rows, with_registers
+from fbtriton.backward.accumulate import registers_for, sum_gradients, update_rows
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.runs import RUNS as ALL_RUNS
 from fbtriton.backward.runs import bucket_range, row_of_run
@@ -77,10 +77,7 @@ def plan_short_run(
 ) -> tuple[BucketLaunch, ...]:  # fmt: skip
     optimizer, buckets = OPTIMIZERS[spec.optimizer], spec.layout.buckets
     itemsize = spec.torch_weights_dtype.itemsize
-    configs = [
-        with_registers(select_short_run(target.name, b.dim, itemsize, form.scaled, long_average), b, spec)
-        for b in buckets
-    ]
+    configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, long_average) for b in buckets]
 
     def constants(group: range) -> Constants:
         chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
@@ -98,7 +95,9 @@ def plan_short_run(
             "UNIT": form.unit,
             "STOCHASTIC": spec.stochastic_rounding,
         }
-        return Constants(**values, **launch_options(of_bucket[0].num_warps, of_bucket[0].registers))
+        return Constants(
+            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+        )
 
     return bucket_launches(target, configs, constants)
 

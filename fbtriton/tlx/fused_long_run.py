@@ -53,9 +53,9 @@ import torch
 from torch import Tensor
 
 from fbtriton._triton import tl, triton
-from fbtriton.backward.accumulate import sum_piece, update_rows, with_registers
+from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.long_run import add_slots, find_piece, long_run_configs, search_levels, store_slot
+from fbtriton.backward.long_run import add_slots, find_piece, long_run_configs, store_slot
 from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, most_pieces, num_buckets, row_of_run
 from fbtriton.config import FusedConfig, target_of
 from fbtriton.launch import fixed_grid, launch_options
@@ -132,7 +132,7 @@ def fused_long_run_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
     UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
     STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, CLC: tl.constexpr,
-    REDUCE: tl.constexpr, WAYS: tl.constexpr, LEVELS: tl.constexpr,
+    REDUCE: tl.constexpr,
 ):  # fmt: skip
     begin, end = bucket_range(ranges_ptr, bucket, PIECES)
     first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
@@ -142,13 +142,11 @@ def fused_long_run_kernel(
     while tile >= 0:
         ask(queue)
         for piece in range(begin + tile, end, tl.num_programs(0)):
-            long_run, piece_start, piece_end = find_piece(
-                runs, long_runs, first_long, last_long, piece, PIECE, WAYS, LEVELS
-            )
+            long_run, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
             run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
             first = tl.load(long_runs.first_pieces + long_run)
             run_length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-            count = tl.maximum(run_length // PIECE, 1)
+            count = (run_length + PIECE - 1) // PIECE
             grad = sum_piece(
                 grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
             )  # fmt: skip
@@ -203,7 +201,7 @@ def fused_long_run(
 ) -> None:  # fmt: skip
     """Update the rows of all long runs in place, one launch for each bucket."""
     long_runs = long_run_configs(spec)
-    max_pieces = most_pieces(entries.payload.numel(), long_runs[0], whole=False)
+    max_pieces = most_pieces(entries.payload.numel(), spec.layout.no_key, long_runs[0])
     if max_pieces == 0:
         return
     target, optimizer, buckets = target_of(weights.device), OPTIMIZERS[spec.optimizer], spec.layout.buckets
@@ -252,9 +250,7 @@ def fused_long_run(
             UNIT=form.unit,
             CLC=config.clc,
             REDUCE=config.reduce,
-            WAYS=long_run.search_ways,
-            LEVELS=search_levels(entries.payload.numel(), long_run),
-            **launch_options(long_run.num_warps, with_registers(long_run, bucket, spec).registers),
+            **launch_options(long_run.num_warps, registers_for(long_run.registers, [bucket], spec)),
         )
 
 
