@@ -35,7 +35,7 @@ from bench import device_time, results
 
 KERNELS = ("fused_triton", "fused")
 LOSS_BOUND = 1e-5  # relative
-OPTIMIZERS = {"sgd": ("EXACT_SGD", 0.01), "rowwise_adagrad": ("EXACT_ROWWISE_ADAGRAD", 0.01)}
+OPTIMIZERS = {"sgd": ("EXACT_SGD", 1.0), "rowwise_adagrad": ("EXACT_ROWWISE_ADAGRAD", 0.01)}
 DENSE_FEATURES, DENSE_LR = 13, 0.01
 BATCHES = 8  # different ones, used in turn
 REPETITIONS = 20

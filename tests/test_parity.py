@@ -273,6 +273,7 @@ def test_fbgemm_one_step_of_fp16(case, shape, fbgemm, record_property):
 # In place of FBGEMM's class: arguments, call and views are FBGEMM's on both sides.
 CLASS_OPTIMIZERS = [
     SGD(LR),
+    Adagrad(LR, eps=0.5),
     RowwiseAdagrad(LR, eps=0.5),
     RowwiseAdagrad(LR, weight_decay_mode="l2", max_norm=1.25, **DECAY),
     RowwiseAdagrad(LR, weight_decay_mode="decoupled", max_gradient=0.25, **DECAY),
