@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +12,11 @@ import torch
 from rich.table import Table
 
 from bench import tables
-from bench.device_time import profile_calls, short_name
-from bench.measure import FLUSH_BYTES
+from bench.interleaved import REQUESTS, kernel_times
 from bench.providers import Fbtriton
 from bench.workloads import Workload, make_requests
 
 MODES = {"off": ("off", True), "fused": ("warning", True), "separate": ("warning", False)}
-REPETITIONS = 2
-REQUESTS = 4
 
 
 def _forward(provider: Fbtriton, spec: Any, request: Any) -> Any:
@@ -34,21 +29,9 @@ def measure(workload: Workload, ids: str) -> dict[str, dict[str, float]]:
     device = torch.device("cuda")
     provider = Fbtriton(workload, ids, "", device, 1)
     requests = make_requests(workload, REQUESTS, 1, device, ids)
-    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     base = provider.module.spec
     specs = {name: replace(base, bounds_check=mode, fused_bounds_check=fused) for name, (mode, fused) in MODES.items()}
-    turns = [(name, request) for _ in range(REPETITIONS) for request in requests for name in MODES]
-    calls = [partial(_forward, provider, specs[name], request) for name, request in turns]
-    for call in calls[: len(MODES)]:
-        call()  # compiles
-    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in MODES}
-    for (name, _), events in zip(turns, profile_calls(calls, buffer.zero_), strict=True):
-        sums: dict[str, float] = defaultdict(float)
-        for event in events:
-            sums[short_name(event.name)] += event.duration
-        for kernel, us in [*sums.items(), ("all", sum(sums.values()))]:
-            samples[name][kernel].append(us)
-    return {name: {k: round(statistics.median(us), 2) for k, us in found.items()} for name, found in samples.items()}
+    return kernel_times({name: partial(_forward, provider, spec) for name, spec in specs.items()}, requests)
 
 
 def check_costs(workloads: list[Workload], ids: str, out: Path | None) -> None:

@@ -275,6 +275,26 @@ def checks(
 
 
 @app.command()
+def counted(
+    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
+    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the times here.")] = None,
+) -> None:
+    """Time a step with no small table counted, with those that the route chooses and with all, in turn."""
+    import torch
+
+    from bench.counted import counting_costs
+
+    try:
+        if not torch.cuda.is_available():
+            raise ValueError("counted needs a GPU, and there is none")
+        (ids,) = _check_ids([ids], True)
+        counting_costs(_chosen_workloads(workload, True, False), ids, json_out)
+    except ValueError as error:
+        raise _fail(error) from error
+
+
+@app.command()
 def fused(
     workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
     ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",

@@ -4,8 +4,6 @@ and whether both leave the same weights. `tools/tlx_record.py` makes a page of w
 from __future__ import annotations
 
 import json
-import statistics
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from rich.table import Table
 
 from bench import results as store
 from bench import tables
-from bench.device_time import profile_calls, short_name
-from bench.measure import FLUSH_BYTES, _make_grad
+from bench.interleaved import REQUESTS, kernel_times
+from bench.measure import _make_grad
 from bench.providers import Fbtriton
 from bench.workloads import Request, Workload, make_requests
 from fbtriton import tlx
@@ -27,8 +25,6 @@ KERNELS = (
     "fused_long_run_kernel",
 )  # fmt: skip
 APART = "apart"
-REPETITIONS = 2
-REQUESTS = 4
 
 
 def variants(block_dims: tuple[int, ...]) -> dict[str, FusedConfig | bool]:
@@ -51,7 +47,7 @@ def long_run_sizes(workload: Workload, request: Request) -> dict[str, int]:
     config = select_long_run(workload.dims[0])
     first_rows = [sum(workload.rows[:table]) for table in workload.feature_tables]
     ends = request.offsets[torch.tensor(workload.samples).cumsum(0).to(request.offsets.device)].tolist()
-    keys = request.indices.long()
+    keys = request.indices.to(torch.int64, copy=True)
     for first_row, start, end in zip(first_rows, [0, *ends], ends, strict=False):
         keys[start:end] += first_row
     lengths = torch.unique(keys, return_counts=True)[1]
@@ -61,7 +57,7 @@ def long_run_sizes(workload: Workload, request: Request) -> dict[str, int]:
             "pieces": int(pieces.sum())}  # fmt: skip
 
 
-def _step(provider: Fbtriton, fused: Any, request: Any, grad: torch.Tensor) -> None:
+def _step(provider: Fbtriton, fused: Any, grad: torch.Tensor, request: Any) -> None:
     with force_config(fused=fused):
         provider.backward(provider.forward(request), grad)
 
@@ -73,24 +69,11 @@ def measure(workload: Workload, ids: str) -> dict[str, dict[str, Any]]:
     module = provider.module
     requests = make_requests(workload, REQUESTS, 1, device, ids)
     grad = _make_grad(workload, 1, device, provider.output_dtype)
-    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     choices = variants(tuple(bucket.block_dim for bucket in module.spec.layout.buckets))
     differing = _differing(provider, choices, requests[0], grad)
-    turns = [(name, request) for _ in range(REPETITIONS) for request in requests for name in choices]
-    calls = [partial(_step, provider, choices[name], request, grad) for name, request in turns]
-    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in choices}
-    for (name, _), events in zip(turns, profile_calls(calls, buffer.zero_), strict=True):
-        sums: dict[str, float] = defaultdict(float)
-        for event in events:
-            sums[short_name(event.name)] += event.duration
-        sums["long runs"] = sum(sums[kernel] for kernel in KERNELS)
-        for kernel, us in sums.items():
-            samples[name][kernel].append(us)
-    return {
-        name: {kernel: round(statistics.median(us), 2) for kernel, us in found.items()}
-        | {"differing weights": differing[name]}
-        for name, found in samples.items()
-    }
+    steps = {name: partial(_step, provider, fused, grad) for name, fused in choices.items()}
+    times = kernel_times(steps, requests, {"long runs": KERNELS})
+    return {name: {**found, "differing weights": differing[name]} for name, found in times.items()}
 
 
 def _differing(provider: Fbtriton, choices: dict[str, Any], request: Any, grad: torch.Tensor) -> dict[str, int | None]:
@@ -98,7 +81,7 @@ def _differing(provider: Fbtriton, choices: dict[str, Any], request: Any, grad: 
     module = provider.module
     if 3 * module.weights.nbytes > torch.cuda.mem_get_info()[1]:
         for fused in choices.values():
-            _step(provider, fused, request, grad)
+            _step(provider, fused, grad, request)
         return dict.fromkeys(choices)
     saved = [tensor.clone() for tensor in module.buffers()]
     found: dict[str, int | None] = {}
@@ -106,7 +89,7 @@ def _differing(provider: Fbtriton, choices: dict[str, Any], request: Any, grad: 
     for name, fused in choices.items():
         for tensor, before in zip(module.buffers(), saved, strict=True):
             tensor.copy_(before)
-        _step(provider, fused, request, grad)
+        _step(provider, fused, grad, request)
         if expected is None:
             expected = module.weights.clone()
         found[name] = int((module.weights != expected).sum())

@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 from bench_cases import job_for, right_process, spread  # noqa: F401  (a fixture)
+from typer.testing import CliRunner
 
-from bench import device_time, limits, measure, oracle, runner
+from bench import cli, device_time, interleaved, limits, measure, oracle, runner
 from bench import results as store
 from bench.device_time import DeviceEvent, ProfileError, device_events, short_name, split_calls, summarise
 from bench.pool import Worker
@@ -285,6 +286,34 @@ def test_host_job(stand_in):
     assert result["capture_failed"] and "leaves the rows" in result["reasons"]["graph"]
     output = WORKLOADS["tiny"].batch * sum(WORKLOADS["tiny"].dims) * 4
     assert result["memory"]["step"] == 4000 - output
+
+
+def test_interleaved_modes(monkeypatch):
+    """Modes in turn on every request; medians of kernels, of their groups and of all."""
+    called = []
+
+    def profile(calls, flush):
+        for number, call in enumerate(calls):
+            call()
+            us = 1.0 + number // 2  # the n-th call of each mode
+            yield [DeviceEvent("a_kernel", 0, us), DeviceEvent("b_kernel", 0, 10.0), DeviceEvent("b_kernel", 0, 1.0)]
+
+    monkeypatch.setattr(interleaved, "profile_calls", lambda calls, flush: list(profile(calls, flush)))
+    requests = make_requests(WORKLOADS["tiny"], 3, 1, torch.device("cpu"), "int32")
+    modes = {name: lambda request, name=name: called.append((name, request)) for name in ("one", "two")}
+    times = interleaved.kernel_times(modes, requests, {"both": ("a_kernel", "b_kernel", "not there")})
+    assert times["one"] == times["two"] == {"a_kernel": 3.5, "b_kernel": 11.0, "both": 14.5, "all": 14.5}
+    turns = [(name, request) for _ in range(interleaved.REPETITIONS) for request in requests for name in modes]
+    expected = [("one", requests[0]), ("two", requests[0]), *turns]
+    assert [(name, id(request)) for name, request in called] == [(name, id(request)) for name, request in expected]
+
+
+@pytest.mark.parametrize("command", ["checks", "counted", "fused", "tune"])
+def test_commands_that_need_a_gpu_say_so(command):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = CliRunner().invoke(cli.app, [command])
+    assert result.exit_code == 2 and "needs a GPU" in result.output
 
 
 def test_graph_is_not_tried_again(stand_in):
