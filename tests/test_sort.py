@@ -89,7 +89,7 @@ class StandIn(types.ModuleType):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(sort, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return StandIn()
 
