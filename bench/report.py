@@ -41,6 +41,9 @@ WITHOUT = "small-long-bags"  # left out of one mean: its ratio is far from the o
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Without columns that have nothing but a head."""
+    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    head, rows = [head[column] for column in filled], [[row[column] for column in filled] for row in rows]
     align = ["---"] + ["---:"] * (len(head) - 1)
     return ["| " + " | ".join(cells) + " |" for cells in [head, align, *rows]] + [""]
 
