@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fbtriton.arguments import check_bags
+
 
 def _upload(numbers: list[int], device: torch.device) -> Tensor:
     """[n] int64; from pinned memory, as a copy from any other would wait."""
@@ -30,13 +32,14 @@ def without_some_gradients(
         batch_sizes: [F][ranks], or None where all features have one batch size.
 
     Raises:
-        ValueError: feature_requires_grad has another shape or dtype.
+        ValueError: feature_requires_grad has another shape or dtype, or offsets has another size than the bags ask for.
     """
     if feature_requires_grad.shape != (num_features,) or feature_requires_grad.dtype.is_floating_point:
         raise ValueError(
             f"feature_requires_grad must have one integer for each of {num_features} features, got"
             f" {feature_requires_grad.dtype} of shape {list(feature_requires_grad.shape)}"
         )
+    check_bags(offsets, batch_sizes, num_features)
     if not per_sample_weights.requires_grad or offsets.numel() <= 1:
         return per_sample_weights
     if batch_sizes is None:

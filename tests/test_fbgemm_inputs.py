@@ -56,6 +56,11 @@ def test_feature_requires_grad_is_checked():
     for wrong in (torch.ones(2, dtype=torch.int32), torch.ones(3)):
         with pytest.raises(ValueError, match="feature_requires_grad must have one integer for each of 3 features"):
             tbe(ids, offsets, torch.ones(3), wrong)
+    weights, mask = torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="offsets must have F \\* B \\+ 1 elements with F = 3 features, got 2"):
+        tbe(ids, torch.tensor([0, 3]), weights, mask)
+    with pytest.raises(ValueError, match="offsets must have 7 elements, one more than the sum of batch_sizes, got 4"):
+        tbe(ids, offsets, weights, mask, [[2], [2], [2]])
 
 
 SIZES = [[1, 2], [2, 0], [1, 1]]  # [feature][rank]
