@@ -123,15 +123,27 @@ def place_bags_kernel(vbe, segments, num_segments, num_bags, BLOCK: tl.constexpr
     tl.store(vbe.bucket_bags + place, bag.to(tl.int32), mask=live)
 
 
+_captured: list[Tensor] = []  # what CUDA graphs copy from, for as long as the process lives
+
+
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """A few numbers of the CPU on a device, without waiting for it: from pinned memory. A captured copy reads that memory
+    at every replay, so it is kept."""
+    if device.type != "cuda":
+        return numbers.to(device)
+    pinned = numbers.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
 def place_bags(offsets: Tensor, batch_sizes: Sequence[int], spec: OperatorSpec) -> VbeLayout:
     """Where each bag lies in the output: one copy of a few numbers for each feature and rank to the device, without
     waiting for it, and one launch."""
     device = offsets.device
     host = segments_of(batch_sizes, spec)
-    upload = torch.from_numpy(np.concatenate(host))
-    if device.type == "cuda":
-        upload = upload.pin_memory().to(device, non_blocking=True)
-    segments = Segments(*upload.split([len(part) for part in host]))
+    uploaded = upload(torch.from_numpy(np.concatenate(host)), device)
+    segments = Segments(*uploaded.split([len(part) for part in host]))
     if not uses_kernels(device):
         return reference_placement(segments, sum(batch_sizes), len(spec.feature_tables))
     num_bags = sum(batch_sizes)

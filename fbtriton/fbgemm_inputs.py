@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from fbtriton.arguments import check_bags
-
-
-def _upload(numbers: list[int], device: torch.device) -> Tensor:
-    """[n] int64; from pinned memory, as a copy from any other would wait."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+from fbtriton.batch import upload
 
 
 def without_some_gradients(
@@ -46,7 +41,7 @@ def without_some_gradients(
         ends = offsets[:: (offsets.numel() - 1) // num_features][1:]
     else:
         last_bags = list(accumulate(sum(sizes) for sizes in batch_sizes))
-        ends = offsets[_upload(last_bags, offsets.device)]
+        ends = offsets[upload(torch.tensor(last_bags), offsets.device)]
     entry = torch.arange(per_sample_weights.numel(), dtype=ends.dtype, device=ends.device)
     feature = torch.searchsorted(ends.cummax(0).values, entry, right=True).clamp_max(num_features - 1)
     kept = feature_requires_grad.to(per_sample_weights.device)[feature] != 0
@@ -92,7 +87,7 @@ def write_vbe_output(
     num_ranks = len(batch_sizes[0])
     sizes = [sizes[rank] * dim for rank in range(num_ranks) for sizes, dim in zip(batch_sizes, dims, strict=True)]
     starts = [0, *accumulate(sizes)]
-    numbers = _upload([*sizes, *starts[:-1]], output.device)
+    numbers = upload(torch.tensor([*sizes, *starts[:-1]]), output.device)
     shifts = vbe_output_offsets.flatten() - numbers[len(sizes) :]
     places = shifts.repeat_interleave(numbers[: len(sizes)], output_size=starts[-1])
     places = places + torch.arange(starts[-1], device=output.device)

@@ -104,6 +104,23 @@ def test_graph_replay_equals_eager(optimizer, dtype):
             assert captured.iter.tolist() == eager.iter.tolist() == [step + 1]
 
 
+def test_graph_with_a_batch_size_for_each_feature():
+    """A replay finds the batch sizes, although pinned memory was given away and written since."""
+    module = make(rows=(2000, 300), dims=(64, 64))
+    sizes = [[5, 2], [1, 6]]
+    lengths = [torch.randint(0, 9, (sum(of_feature),)) for of_feature in sizes]
+    batch = make_batch((2000, 300), lengths, seed=0, device="cuda")
+    expected = module(batch.indices, batch.offsets, batch_sizes=sizes).detach()
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = module(batch.indices, batch.offsets, batch_sizes=sizes)
+    others = [torch.full((size,), -1, dtype=torch.int64).pin_memory() for size in range(1, 65)]
+    output.zero_()
+    graph.replay()
+    assert torch.equal(output, expected) and len(others) == 64
+
+
 def test_graph_sees_what_is_set_on_fbgemms_class():
     """Adam's numbers and its step, between replays."""
     specs = [(300, 64, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)]
