@@ -127,8 +127,8 @@ _captured: list[Tensor] = []  # what CUDA graphs copy from, for as long as the p
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """A few numbers of the CPU on a device, without waiting for it: from pinned memory. A captured copy reads that memory
-    at every replay, so it is kept."""
+    """A few numbers of the CPU on a device, without waiting for it: from pinned memory. A captured copy reads that at
+    every replay, so it is kept."""
     if device.type != "cuda":
         return numbers.to(device)
     pinned = numbers.pin_memory()
