@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -254,64 +255,48 @@ def tune(
         raise _fail(error) from error
 
 
-@app.command()
-def checks(
-    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
-    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the times here.")] = None,
-) -> None:
-    """Time the forward without a bounds check, with the fused and with the separate one, in turn."""
+WorkloadsOption = Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")]
+IdsOption = Annotated[str, typer.Option(help="int32 or int64.")]
+TimesOption = Annotated[Path | None, typer.Option("--json", help="Also write the time of every kernel here.")]
+
+
+def _on_gpu(
+    command: str, measure: Callable[[list[Workload], str, Path | None], None], names: list[str] | None, ids: str,
+    out: Path | None,
+) -> None:  # fmt: skip
     import torch
 
+    try:
+        if not torch.cuda.is_available():
+            raise ValueError(f"{command} needs a GPU, and there is none")
+        (ids,) = _check_ids([ids], True)
+        measure(_chosen_workloads(names, True, False), ids, out)
+    except ValueError as error:
+        raise _fail(error) from error
+
+
+@app.command()
+def checks(workload: WorkloadsOption = None, ids: IdsOption = "int32", json_out: TimesOption = None) -> None:
+    """Time the forward without a bounds check, with the fused and with the separate one, in turn."""
     from bench.checks import check_costs
 
-    try:
-        if not torch.cuda.is_available():
-            raise ValueError("checks needs a GPU, and there is none")
-        (ids,) = _check_ids([ids], True)
-        check_costs(_chosen_workloads(workload, True, False), ids, json_out)
-    except ValueError as error:
-        raise _fail(error) from error
+    _on_gpu("checks", check_costs, workload, ids, json_out)
 
 
 @app.command()
-def counted(
-    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
-    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the times here.")] = None,
-) -> None:
+def counted(workload: WorkloadsOption = None, ids: IdsOption = "int32", json_out: TimesOption = None) -> None:
     """Time a step with no small table counted, with those that the route chooses and with all, in turn."""
-    import torch
-
     from bench.counted import counting_costs
 
-    try:
-        if not torch.cuda.is_available():
-            raise ValueError("counted needs a GPU, and there is none")
-        (ids,) = _check_ids([ids], True)
-        counting_costs(_chosen_workloads(workload, True, False), ids, json_out)
-    except ValueError as error:
-        raise _fail(error) from error
+    _on_gpu("counted", counting_costs, workload, ids, json_out)
 
 
 @app.command()
-def fused(
-    workload: Annotated[list[str] | None, typer.Option(help="Name, pattern, or YAML, JSON or .npz file.")] = None,
-    ids: Annotated[str, typer.Option(help="int32 or int64.")] = "int32",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the time of every kernel here.")] = None,
-) -> None:
+def fused(workload: WorkloadsOption = None, ids: IdsOption = "int32", json_out: TimesOption = None) -> None:
     """Time long runs in one launch and in several, in every variant that this GPU and Triton can run, in turn."""
-    import torch
-
     from bench.fused import fused_costs
 
-    try:
-        if not torch.cuda.is_available():
-            raise ValueError("fused needs a GPU, and there is none")
-        (ids,) = _check_ids([ids], True)
-        fused_costs(_chosen_workloads(workload, True, False), ids, json_out)
-    except ValueError as error:
-        raise _fail(error) from error
+    _on_gpu("fused", fused_costs, workload, ids, json_out)
 
 
 @app.command()
