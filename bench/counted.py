@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bench import tables
 from bench.interleaved import REQUESTS, kernel_times
-from bench.measure import _make_grad
+from bench.measure import make_grad
 from bench.providers import Fbtriton
 from bench.workloads import Workload, make_requests
 from fbtriton.config import HistogramConfig, force_config
@@ -31,7 +31,7 @@ def measure(workload: Workload, ids: str) -> dict[str, dict[str, float]]:
     device = torch.device("cuda")
     provider = Fbtriton(workload, ids, "", device, 1)
     requests = make_requests(workload, REQUESTS, 1, device, ids)
-    grad = _make_grad(workload, 1, device, provider.output_dtype)
+    grad = make_grad(workload, 1, device, provider.output_dtype)
     return kernel_times({name: partial(_step, provider, config, grad) for name, config in MODES.items()}, requests)
 
 

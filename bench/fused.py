@@ -14,7 +14,7 @@ from rich.table import Table
 from bench import results as store
 from bench import tables
 from bench.interleaved import REQUESTS, kernel_times
-from bench.measure import _make_grad
+from bench.measure import make_grad
 from bench.providers import Fbtriton
 from bench.workloads import Request, Workload, make_requests
 from fbtriton import tlx
@@ -68,7 +68,7 @@ def measure(workload: Workload, ids: str) -> dict[str, dict[str, Any]]:
     provider = Fbtriton(workload, ids, "", device, 1)
     module = provider.module
     requests = make_requests(workload, REQUESTS, 1, device, ids)
-    grad = _make_grad(workload, 1, device, provider.output_dtype)
+    grad = make_grad(workload, 1, device, provider.output_dtype)
     choices = variants(tuple(bucket.block_dim for bucket in module.spec.layout.buckets))
     differing = _differing(provider, choices, requests[0], grad)
     steps = {name: partial(_step, provider, fused, grad) for name, fused in choices.items()}

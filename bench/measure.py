@@ -59,7 +59,7 @@ class Subject:
             self.workload, job["ids"], job["setting"], self.device, job["seed"]
         )
         self.requests = make_requests(self.workload, job["requests"], job["seed"], self.device, job["ids"])
-        self.grad = _make_grad(self.workload, job["seed"], self.device, self.provider.output_dtype)
+        self.grad = make_grad(self.workload, job["seed"], self.device, self.provider.output_dtype)
         self.turn = 0
         cuda = self.device.type == "cuda"
         self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device) if cuda else None
@@ -98,7 +98,7 @@ def _check_memory(workload: Workload, device: torch.device) -> None:
             raise UnsupportedError(f"needs {need / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free")
 
 
-def _make_grad(workload: Workload, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def make_grad(workload: Workload, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """In [-1, 1), representable in fp16 so that every provider gets the same numbers."""
     generator = torch.Generator(device=device).manual_seed(seed)
     grad = torch.rand(workload.output_shape, generator=generator, device=device) * 2 - 1

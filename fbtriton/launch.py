@@ -162,15 +162,15 @@ LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
 
 
 def bucket_launches(
-    target: Target, configs: Sequence[Any], constants_of: Callable[[range], Constants]
+    target: Target, configs: Sequence[Any], constants_of: Callable[[slice], Constants]
 ) -> tuple[BucketLaunch, ...]:
     """One for neighbours with as many warps and registers. configs: of each bucket; the first of a launch says how many
-    programs there are. constants_of: a range of buckets."""
+    programs there are. constants_of: a slice of the buckets."""
     launches, first = [], 0
     for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
         of_group = list(group)
         size = len(of_group)
         programs = max(LEAST_PROGRAMS, of_group[0].programs_per_multiprocessor // size) * target.multiprocessors
-        launches.append(BucketLaunch(first, size, programs, constants_of(range(first, first + size))))
+        launches.append(BucketLaunch(first, size, programs, constants_of(slice(first, first + size))))
         first += size
     return tuple(launches)

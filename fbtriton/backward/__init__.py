@@ -49,8 +49,7 @@ def with_slots(tables: RunTables, gradients: RowGradients, layout: TableLayout) 
     """The runs with the slots of their gradients in the place of rows of the weights; says which rows they are."""
     num_slots, dim = gradients.values.shape
     gradients.rows.copy_(tables.runs.state_rows[:num_slots])
-    num_buckets = len(layout.buckets)
-    gradients.filled.copy_(tables.ranges[num_buckets * KINDS.value + RUNS.value])
+    gradients.filled.copy_(tables.ranges[-KINDS.value + RUNS.value])
     step = dim // layout.row_unit
     offsets = torch.arange(0, tables.runs.weight_offsets.numel() * step, step, device=gradients.rows.device)
     return tables._replace(runs=tables.runs._replace(weight_offsets=offsets))
@@ -156,11 +155,10 @@ def _update_by_runs(
     keys, entries = linearise(bags=bags, shape=shape, grad_output=grad_output, form=form, left_out=left_out, spec=spec)
     keys, payload = sort_pairs(keys, entries.payload, max(1, layout.no_key.bit_length()))
     entries = entries._replace(payload=payload)
-    fused = select_fused(target_of(weights.device), layout.block_dims, spec.deterministic)
     tables = find_runs(keys=keys, seed_and_step=seed_and_step, long_run=long_runs[0], spec=spec)
     del keys  # room for the partial gradients
     if gradients is not None:
-        weights, tables = gradients.values, with_slots(tables, gradients, spec.layout)
+        weights, tables = gradients.values, with_slots(tables, gradients, layout)
 
     short_run(
         weights=weights,
@@ -175,6 +173,7 @@ def _update_by_runs(
         long_average=bags.indices.numel() >= LONG_AVERAGE_RUN * layout.no_key,
         spec=spec,
     )
+    fused = select_fused(target_of(weights.device), layout.block_dims, spec.deterministic)
     if fused is not None:
         fused_long_run(
             weights=weights,

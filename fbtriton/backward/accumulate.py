@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fbtriton._triton import tl, triton
 from fbtriton.backward.entries import load_entry
 from fbtriton.layout import Bucket
@@ -56,7 +58,7 @@ def update_rows(
     store_rows(weights_ptr, weight_offset, updated, state_row, stamp_ptr, live, DIM, BLOCK_D, STOCHASTIC)
 
 
-def registers_for(configured: int | None, buckets: list[Bucket], spec: OperatorSpec) -> int | None:
+def registers_for(configured: int | None, buckets: Iterable[Bucket], spec: OperatorSpec) -> int | None:
     """More than the configuration says where rows need several narrow loads or come with state of their own size: with
     fewer the loop would spill."""
     if configured is None:

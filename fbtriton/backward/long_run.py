@@ -177,19 +177,17 @@ def plan_grad_accum(
 ) -> tuple[BucketLaunch, ...]:
     configs = long_run_configs(spec)
 
-    def constants(group: range) -> Constants:
-        chosen, of_bucket = [spec.layout.buckets[b] for b in group], [configs[b] for b in group]
-        values = {
-            "DIMS": tuple(bucket.dim for bucket in chosen),
-            "ROWS": tuple(config.rows_per_step for config in of_bucket),
-            "UNROLLS": tuple(config.unroll for config in of_bucket),
-            "PIECE": of_bucket[0].piece_length,
-            "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
-            "SCALED": form.scaled,
-            "UNIT": form.unit,
-        }
+    def constants(group: slice) -> Constants:
+        chosen, of_bucket = spec.layout.buckets[group], configs[group]
         return Constants(
-            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+            DIMS=tuple(bucket.dim for bucket in chosen),
+            ROWS=tuple(config.rows_per_step for config in of_bucket),
+            UNROLLS=tuple(config.unroll for config in of_bucket),
+            PIECE=of_bucket[0].piece_length,
+            GRAD_ALIGNMENTS=grad_alignments[group],
+            SCALED=form.scaled,
+            UNIT=form.unit,
+            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec)),
         )
 
     return bucket_launches(target, configs, constants)
@@ -262,8 +260,8 @@ def add_groups(*, partials: Tensor, num_slots: int, tables: RunTables, spec: Ope
 def plan_apply(spec: OperatorSpec, target: Target) -> tuple[BucketLaunch, ...]:
     optimizer, configs = OPTIMIZERS[spec.optimizer], long_run_configs(spec)
 
-    def constants(group: range) -> Constants:
-        chosen, of_bucket = [spec.layout.buckets[b] for b in group], [configs[b] for b in group]
+    def constants(group: slice) -> Constants:
+        chosen, of_bucket = spec.layout.buckets[group], configs[group]
         return Constants(
             LOAD_STATE=optimizer.load_state,
             UPDATE=optimizer.update,

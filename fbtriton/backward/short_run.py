@@ -79,24 +79,22 @@ def plan_short_run(
     itemsize = spec.torch_weights_dtype.itemsize
     configs = [select_short_run(target.name, b.dim, itemsize, form.scaled, long_average) for b in buckets]
 
-    def constants(group: range) -> Constants:
-        chosen, of_bucket = [buckets[b] for b in group], [configs[b] for b in group]
-        values = {
-            "LOAD_STATE": optimizer.load_state,
-            "UPDATE": optimizer.update,
-            "DIMS": tuple(bucket.dim for bucket in chosen),
-            "RUNS": tuple(config.runs_per_tile for config in of_bucket),
-            "UNROLLS": tuple(config.unroll for config in of_bucket),
-            "THRESHOLD": threshold,
-            "ROW_ALIGNMENTS": tuple(bucket.row_alignment for bucket in chosen),
-            "ROW_UNIT": spec.layout.row_unit,
-            "GRAD_ALIGNMENTS": tuple(grad_alignments[b] for b in group),
-            "SCALED": form.scaled,
-            "UNIT": form.unit,
-            "STOCHASTIC": spec.stochastic_rounding,
-        }
+    def constants(group: slice) -> Constants:
+        chosen, of_bucket = buckets[group], configs[group]
         return Constants(
-            **values, **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec))
+            LOAD_STATE=optimizer.load_state,
+            UPDATE=optimizer.update,
+            DIMS=tuple(bucket.dim for bucket in chosen),
+            RUNS=tuple(config.runs_per_tile for config in of_bucket),
+            UNROLLS=tuple(config.unroll for config in of_bucket),
+            THRESHOLD=threshold,
+            ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),
+            ROW_UNIT=spec.layout.row_unit,
+            GRAD_ALIGNMENTS=grad_alignments[group],
+            SCALED=form.scaled,
+            UNIT=form.unit,
+            STOCHASTIC=spec.stochastic_rounding,
+            **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec)),
         )
 
     return bucket_launches(target, configs, constants)

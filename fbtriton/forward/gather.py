@@ -239,6 +239,8 @@ def gather(
     bad, offsets included. With a batch size for each feature, parts must have all of them.
     """
     layout, device = spec.layout, weights.device
+    features = layout.on_device(device).features
+    counting, chunk = counting_report(report, spec), chunk_size(bags.offsets.numel())
     gpu, itemsize = target_of(device).name, weights.element_size()
     num_entries = bags.indices.numel()
     mean_length = num_entries / shape.num_bags
@@ -256,20 +258,20 @@ def gather(
             plan_gather(spec, bucket, config, form, hyperparameters.numel(), fatal),
             out_ptr=out,
             stamp_ptr=stamp if first_bag == 0 else None,
-            report_ptr=counting_report(report, spec),
+            report_ptr=counting,
             check=check,
             weights_ptr=weights,
             hyperparameters_ptr=hyperparameters,
             seed_and_step_ptr=seed_and_step,
             iteration_ptr=iteration,
             bucket_features_ptr=layout.numbers_on_device(chosen, device),
-            features=layout.on_device(device).features,
+            features=features,
             bags=bags,
             first_bag=first_bag,
             num_bags=num_bags,
             batch_size=shape.batch_size,
             num_entries=num_entries,
             num_columns=layout.columns[-1],
-            chunk=chunk_size(bags.offsets.numel()),
+            chunk=chunk,
         )
         first_bag += num_bags
