@@ -121,10 +121,10 @@ class ShortRunConfig:
 
 @dataclass(frozen=True)
 class LongRunConfig:
-    """Long runs: pieces of fixed length, then a tree over their partial gradients."""
+    """Long runs: pieces of about one length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
-    piece_length: int = 64  # entries
+    piece_length: int = 64  # entries; the first piece of a run and the last are longer or shorter, by the threshold
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added

@@ -140,18 +140,18 @@ class RowGradients(NamedTuple):
 
 
 class LongRuns(NamedTuple):
-    """Runs of at least the threshold. They are cut into pieces, and runs of many pieces into groups of pieces.
+    """Runs of at least the threshold. They are cut into pieces, at multiples of the piece length that have at least
+    threshold entries of the run on either side: whether a piece starts somewhere shows in three keys, wherever its run
+    starts and ends.
 
-    Example, threshold 3, pieces of 4, groups of 2 pieces, runs of 2, 9, 1 and 3 entries; run 1 has 3 pieces:
+    Example, threshold 3, pieces of 4, runs of 2, 9, 1 and 3 entries:
 
         runs            1, 3
-        first_pieces    0, 3              the pieces have the sorted entries [2, 6), [6, 10), [10, 11) and [12, 15)
-        first_groups    0, 2              run 3 has a single piece, so no groups
+        first_pieces    0, 2              the pieces have the sorted entries [2, 8), [8, 11) and [12, 15)
     """
 
     runs: Tensor  # [L] int32
     first_pieces: Tensor  # [L] int32; how many pieces earlier runs have
-    first_groups: Tensor  # [L] int32; how many groups
 
 
 class RunTables(NamedTuple):
@@ -159,7 +159,7 @@ class RunTables(NamedTuple):
 
     runs: Runs
     long_runs: LongRuns
-    ranges: Tensor  # [(buckets + 1) * 4] int32; runs, long runs, pieces and groups of all earlier buckets
+    ranges: Tensor  # [(buckets + 1) * 3 or more] int32; runs, long runs and pieces of all earlier buckets
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fbtriton.backward.entries import EntryForm
 from fbtriton.backward.linearise import linearise
-from fbtriton.backward.runs import find_runs, most_groups, most_pieces
+from fbtriton.backward.runs import find_runs, most_pieces
 from fbtriton.backward.sort import sort_pairs
 from fbtriton.batch import BatchShape, place_bags
 from fbtriton.config import LineariseConfig, LongRunConfig, RunsConfig, force_config
@@ -90,24 +90,23 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
     assert runs.weight_offsets[: len(keys)].tolist() == [places[key][0] for key in keys]
     assert runs.state_rows[: len(keys)].tolist() == [places[key][1] for key in keys]
 
-    long_runs, before, pieces, groups = [], [], 0, 0  # before: long runs, pieces and groups before each run
+    long_runs, before, pieces = [], [], 0  # before: long runs and pieces before each run
     for run in range(len(keys)):
-        before.append((run, len(long_runs), pieces, groups))
-        length = starts[run + 1] - starts[run]
-        if length >= long_run.threshold:
-            long_runs.append((run, pieces, groups))
-            count = -(-length // long_run.piece_length)
-            pieces += count
-            groups += -(-count // long_run.fan_in) if count > long_run.fan_in else 0
-    before.append((len(keys), len(long_runs), pieces, groups))
+        before.append([run, len(long_runs), pieces])
+        start, end = starts[run], starts[run + 1]
+        if end - start >= long_run.threshold:
+            long_runs.append((run, pieces))
+            inside = range(start + long_run.threshold, end - long_run.threshold + 1)
+            pieces += 1 + sum(slot % long_run.piece_length == 0 for slot in inside)
+    before.append([len(keys), len(long_runs), pieces])
     columns = [column[: len(long_runs)].tolist() for column in tables.long_runs]
     assert list(zip(*columns, strict=True)) == long_runs
     assert len(keys) <= runs.state_rows.numel() and len(long_runs) <= tables.long_runs.runs.numel()
-    assert pieces <= most_pieces(num_slots, layout.no_key, long_run) and groups <= most_groups(num_slots, long_run)
+    assert pieces <= most_pieces(num_slots, layout.no_key, long_run)
 
     bounds = [sum(layout.rows[t] for b in layout.buckets[:i] for t in b.tables) for i in range(len(layout.buckets) + 1)]
     ranges = [before[sum(key < bound for key in keys)] for bound in bounds]
-    assert tables.ranges.view(-1, 4).tolist() == [list(each) for each in ranges]
+    assert tables.ranges[: 3 * len(ranges)].view(-1, 3).tolist() == ranges
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

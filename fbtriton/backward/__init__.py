@@ -49,7 +49,7 @@ def with_slots(tables: RunTables, gradients: RowGradients, layout: TableLayout) 
     """The runs with the slots of their gradients in the place of rows of the weights; says which rows they are."""
     num_slots, dim = gradients.values.shape
     gradients.rows.copy_(tables.runs.state_rows[:num_slots])
-    gradients.filled.copy_(tables.ranges[-KINDS.value + RUNS.value])
+    gradients.filled.copy_(tables.ranges[len(layout.buckets) * KINDS.value + RUNS.value])
     step = dim // layout.row_unit
     offsets = torch.arange(0, tables.runs.weight_offsets.numel() * step, step, device=gradients.rows.device)
     return tables._replace(runs=tables.runs._replace(weight_offsets=offsets))
@@ -188,8 +188,7 @@ def _update_by_runs(
             spec=spec,
         )
         return
-    num_slots = payload.numel()
-    num_pieces = most_pieces(num_slots, layout.no_key, long_runs[0])
+    num_pieces = most_pieces(payload.numel(), layout.no_key, long_runs[0])
     partials = grad_output.new_empty(num_pieces, max(layout.dims), dtype=torch.float32)
     grad_accum(
         partials=partials,
@@ -200,5 +199,5 @@ def _update_by_runs(
         tables=tables,
         spec=spec,
     )
-    add_groups(partials=partials, num_slots=num_slots, tables=tables, spec=spec)
+    add_groups(partials=partials, tables=tables, spec=spec)
     apply(weights=weights, states=states, stamp=stamp, partials=partials, tables=tables, spec=spec)

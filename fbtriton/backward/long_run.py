@@ -18,7 +18,15 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.runs import GROUPS, KINDS, LONG_RUNS, PIECES, bucket_range, most_groups, num_buckets, row_of_run
+from fbtriton.backward.runs import (
+    KINDS,
+    LONG_RUNS,
+    PIECES,
+    bucket_range,
+    count_pieces,
+    piece_bounds,
+    row_of_run,
+)
 from fbtriton.config import LongRunConfig, Target, planned, select_long_run, target_of
 from fbtriton.launch import BucketLaunch, Constants, bucket_launches, cdiv, fixed_grid, launch, launch_options
 from fbtriton.layout import Entries, RunTables
@@ -50,20 +58,19 @@ def add_slots(
 
 
 @triton.jit
-def find_piece(runs, long_runs, begin, end, piece, PIECE: tl.constexpr):
-    """The long run, among begin to end - 1, that a piece is of, and the sorted entries that the piece has."""
+def find_run(runs, long_runs, begin, end, piece):
+    """The long run, among begin to end - 1, that a piece is of; its first piece, and its sorted entries."""
     number = upper_bound(long_runs.first_pieces + begin, end - begin, piece + tl.zeros([1], tl.int32))
     long_run = begin + tl.sum(number) - 1
     run = tl.load(long_runs.runs + long_run)
-    piece_start = tl.load(runs.run_starts + run) + (piece - tl.load(long_runs.first_pieces + long_run)) * PIECE
-    run_end = tl.load(runs.run_starts + run + 1)
-    return long_run, piece_start, tl.minimum(piece_start + PIECE, run_end)
+    first = tl.load(long_runs.first_pieces + long_run)
+    return long_run, first, tl.load(runs.run_starts + run), tl.load(runs.run_starts + run + 1)
 
 
 @triton.jit
 def sum_pieces(
     partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, bucket, partial_stride,
-    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
     GRAD_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """This program's share of a bucket's pieces."""
@@ -71,7 +78,8 @@ def sum_pieces(
     begin, end = bucket_range(ranges_ptr, bucket, PIECES)
     first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
     for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        _, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
+        _, first, run_start, run_end = find_run(runs, long_runs, first_long, last_long, piece)
+        piece_start, piece_end = piece_bounds(run_start, run_end, piece - first, THRESHOLD, PIECE)
         grad = sum_piece(
             grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
         )  # fmt: skip
@@ -81,7 +89,7 @@ def sum_pieces(
 @triton.jit(do_not_specialize=["first_bucket"])
 def grad_accum_kernel(
     partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
-    DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, PIECE: tl.constexpr,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, UNROLLS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
     GRAD_ALIGNMENTS: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, with a constant for each in every tuple; programs with the wide rows start first."""
@@ -89,37 +97,41 @@ def grad_accum_kernel(
         if tl.program_id(1) == len(DIMS) - 1 - number:
             sum_pieces(
                 partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, first_bucket + number, partial_stride,
-                DIMS[number], ROWS[number], UNROLLS[number], PIECE, GRAD_ALIGNMENTS[number], SCALED, UNIT,
+                DIMS[number], ROWS[number], UNROLLS[number], THRESHOLD, PIECE, GRAD_ALIGNMENTS[number], SCALED, UNIT,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_buckets", "span"])
 def add_groups_kernel(
     partials_ptr, runs, long_runs, ranges_ptr, num_buckets, span, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
+    FAN_IN: tl.constexpr,
 ):  # fmt: skip
+    """A window of FAN_IN pieces a step. Of the runs that have groups, which are longer, at most two have one that
+    starts there: the run of the window's first piece, and another of its last."""
     num_long = tl.load(ranges_ptr + num_buckets * KINDS + LONG_RUNS)
-    for group in range(tl.program_id(0), tl.load(ranges_ptr + num_buckets * KINDS + GROUPS), tl.num_programs(0)):
-        # Of the runs with the same first group, all but the last have no groups.
-        long_run = tl.sum(upper_bound(long_runs.first_groups, num_long, group + tl.zeros([1], tl.int32))) - 1
-        run = tl.load(long_runs.runs + long_run)
-        length = tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run)
-        number = group - tl.load(long_runs.first_groups + long_run)  # of the run's groups
-        left = (length + PIECE - 1) // PIECE - number * FAN_IN  # pieces from there to the end of the run
-        slots = (left + number * FAN_IN + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
-        count = tl.minimum((left + span - 1) // span, FAN_IN)
-        if (number % span == 0) & (slots > FAN_IN) & (count > 1):
-            first = tl.load(long_runs.first_pieces + long_run) + number * FAN_IN
-            total = add_slots(partials_ptr, first, span, count, partial_stride, DIM, BLOCK_D, ROWS)
-            tl.debug_barrier()  # the first slot is read before it is written
-            store_slot(partials_ptr, first, partial_stride, total, DIM, BLOCK_D)
+    num_pieces = tl.load(ranges_ptr + num_buckets * KINDS + PIECES)
+    for window in range(tl.program_id(0) * FAN_IN, num_pieces, tl.num_programs(0) * FAN_IN):
+        for side in tl.static_range(2):
+            piece = tl.minimum(window + side * (FAN_IN - 1), num_pieces - 1)
+            _, first, run_start, run_end = find_run(runs, long_runs, 0, num_long, piece)
+            pieces = count_pieces(run_start, run_end, THRESHOLD, PIECE)
+            number = tl.maximum(window - first + FAN_IN - 1, 0) // FAN_IN  # of the run's groups
+            slots = (pieces + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
+            count = tl.minimum((pieces - number * FAN_IN + span - 1) // span, FAN_IN)
+            once = (side == 0) | (first > window)
+            if once & (number % span == 0) & (slots > FAN_IN) & (count > 1):
+                group = first + number * FAN_IN
+                total = add_slots(partials_ptr, group, span, count, partial_stride, DIM, BLOCK_D, ROWS)
+                tl.debug_barrier()  # the first slot is read before it is written
+                store_slot(partials_ptr, group, partial_stride, total, DIM, BLOCK_D)
 
 
 @triton.jit
 def update_long_runs(
     weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    DIM: tl.constexpr, SLOTS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the long runs begin to end - 1."""
@@ -130,8 +142,8 @@ def update_long_runs(
         weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
         state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
-        length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-        count = (length + PIECE - 1) // PIECE
+        run_start, run_end = tl.load(runs.run_starts + run), tl.load(runs.run_starts + run + 1)
+        count = tl.sum(count_pieces(run_start, run_end, THRESHOLD, PIECE))
         span = 1
         while count > FAN_IN:
             count = (count + FAN_IN - 1) // FAN_IN
@@ -148,7 +160,7 @@ def update_long_runs(
 def apply_kernel(
     weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, ranges_ptr, first_bucket, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIMS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    DIMS: tl.constexpr, SLOTS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
     ROW_ALIGNMENTS: tl.constexpr, ROW_UNIT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Some buckets, as in `grad_accum_kernel`."""
@@ -157,8 +169,8 @@ def apply_kernel(
             begin, end = bucket_range(ranges_ptr, first_bucket + number, LONG_RUNS)
             update_long_runs(
                 weights_ptr, states, stamp_ptr, partials_ptr, runs, long_runs, begin, end, partial_stride,
-                LOAD_STATE, UPDATE, DIMS[number], SLOTS[number], PIECE, FAN_IN, ROW_ALIGNMENTS[number], ROW_UNIT,
-                STOCHASTIC,
+                LOAD_STATE, UPDATE, DIMS[number], SLOTS[number], THRESHOLD, PIECE, FAN_IN, ROW_ALIGNMENTS[number],
+                ROW_UNIT, STOCHASTIC,
             )  # fmt: skip
 
 
@@ -183,6 +195,7 @@ def plan_grad_accum(
             DIMS=tuple(bucket.dim for bucket in chosen),
             ROWS=tuple(config.rows_per_step for config in of_bucket),
             UNROLLS=tuple(config.unroll for config in of_bucket),
+            THRESHOLD=of_bucket[0].threshold,
             PIECE=of_bucket[0].piece_length,
             GRAD_ALIGNMENTS=grad_alignments[group],
             SCALED=form.scaled,
@@ -224,32 +237,29 @@ def plan_add_groups(spec: OperatorSpec) -> Constants:
         DIM=widest.dim,
         BLOCK_D=widest.block_dim,
         ROWS=config.slots_per_step,
+        THRESHOLD=config.threshold,
         PIECE=config.piece_length,
         FAN_IN=config.fan_in,
         num_warps=config.num_warps,
     )
 
 
-def add_groups(*, partials: Tensor, num_slots: int, tables: RunTables, spec: OperatorSpec) -> None:
+def add_groups(*, partials: Tensor, tables: RunTables, spec: OperatorSpec) -> None:
     """All levels of the tree below the last, as many as a single run of all entries would need. Groups are few, so all
-    buckets take part in one launch, each in all columns; those past its dim are never read.
-
-    Args:
-        num_slots: of the sorted entries.
-    """
+    buckets take part in one launch, each in all columns; those past its dim are never read."""
     config = long_run_configs(spec)[-1]
-    max_groups = most_groups(num_slots, config)
+    windows = cdiv(partials.shape[0], config.fan_in)
     slots, span = partials.shape[0], 1
-    while slots > config.fan_in and max_groups:
+    while slots > config.fan_in:
         launch(
             add_groups_kernel,
-            fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, max_groups),
+            fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, windows),
             plan_add_groups(spec),
             partials_ptr=partials,
             runs=tables.runs,
             long_runs=tables.long_runs,
             ranges_ptr=tables.ranges,
-            num_buckets=num_buckets(tables),
+            num_buckets=len(spec.layout.buckets),
             span=span,
             partial_stride=partials.stride(0),
         )
@@ -267,6 +277,7 @@ def plan_apply(spec: OperatorSpec, target: Target) -> tuple[BucketLaunch, ...]:
             UPDATE=optimizer.update,
             DIMS=tuple(bucket.dim for bucket in chosen),
             SLOTS=tuple(config.slots_per_step for config in of_bucket),
+            THRESHOLD=of_bucket[0].threshold,
             PIECE=of_bucket[0].piece_length,
             FAN_IN=of_bucket[0].fan_in,
             ROW_ALIGNMENTS=tuple(bucket.row_alignment for bucket in chosen),

@@ -25,77 +25,62 @@ from fbtriton.spec import OperatorSpec
 RUNS = tl.constexpr(0)
 LONG_RUNS = tl.constexpr(1)
 PIECES = tl.constexpr(2)
-GROUPS = tl.constexpr(3)
-KINDS = tl.constexpr(4)
+KINDS = tl.constexpr(3)
 
 
 @triton.jit
-def load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD: tl.constexpr):
-    """slot [K] -> key, the key before it (-1 before the first), whether a run starts, whether that is a long one."""
+def load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD: tl.constexpr, PIECE: tl.constexpr):
+    """slot [K] -> key, the key before it (-1 before the first), whether a run starts, whether a long run starts,
+    whether a piece of one does"""
     key = tl.load(keys_ptr + slot)
     previous = tl.load(keys_ptr + slot - 1, mask=slot > 0, other=-1)
     starts = (key != previous) & (key != no_key)
+    inside = (slot % PIECE == 0) & (key == previous) & (key != no_key)
     ahead = slot + (THRESHOLD - 1)
-    is_long = starts & (tl.load(keys_ptr + ahead, mask=starts & (ahead < num_slots), other=-1) == key)
-    return key, previous, starts, is_long
+    reaches = tl.load(keys_ptr + ahead, mask=(starts | inside) & (ahead < num_slots), other=-1) == key
+    back = tl.load(keys_ptr + slot - THRESHOLD, mask=inside & (slot >= THRESHOLD), other=-1)
+    is_long = starts & reaches
+    return key, previous, starts, is_long, is_long | (inside & reaches & (back == key))
 
 
 @triton.jit
-def long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD: tl.constexpr):
-    """The slot after the last one with the same key, for long runs that start at slot: steps of doubled length until
-    one goes too far, then halves of it. The last slot is padding, which no run has. [K] -> [K] int32"""
-    end = slot + THRESHOLD  # the slot before it belongs to the run
-    step = tl.full(slot.shape, THRESHOLD, tl.int32)
-    growing = is_long
-    while tl.max(growing.to(tl.int32), axis=0) > 0:
-        probe = end + tl.minimum(step, num_slots - end) - 1
-        growing = growing & (tl.load(keys_ptr + probe, mask=growing, other=-1) == key)
-        end = tl.where(growing, end + step, end)
-        step = tl.where(growing, tl.minimum(step, 1 << 29) * 2, step)  # below 2^31
-    step = tl.where(is_long, step, 1)
-    while tl.max(step, axis=0) > 1:
-        half = step // 2
-        probe = end + tl.minimum(half, num_slots - end) - 1
-        same = (half > 0) & (tl.load(keys_ptr + probe, mask=half > 0, other=-1) == key)
-        end = tl.where(same, end + half, end)
-        step = tl.where(same, step - half, tl.maximum(half, 1))
-    return end
+def first_cut(start, THRESHOLD: tl.constexpr, PIECE: tl.constexpr):
+    """Where the second piece would start of a long run that starts at start."""
+    return (start + THRESHOLD + PIECE - 1) // PIECE * PIECE
 
 
 @triton.jit
-def count_pieces(length, is_long, PIECE: tl.constexpr, FAN_IN: tl.constexpr):
-    """Pieces and groups of each run. [K]"""
-    pieces = tl.where(is_long, (length + PIECE - 1) // PIECE, 0)
-    return pieces, tl.where(pieces > FAN_IN, (pieces + FAN_IN - 1) // FAN_IN, 0)
+def count_pieces(start, end, THRESHOLD: tl.constexpr, PIECE: tl.constexpr):
+    """Pieces of a long run of the sorted entries start to end - 1."""
+    return 1 + tl.maximum(end - THRESHOLD - first_cut(start, THRESHOLD, PIECE) + PIECE, 0) // PIECE
+
+
+@triton.jit
+def piece_bounds(start, end, number, THRESHOLD: tl.constexpr, PIECE: tl.constexpr):
+    """The sorted entries of a piece of the long run start to end - 1: its start, and its end."""
+    cut = first_cut(start, THRESHOLD, PIECE) + number * PIECE
+    return tl.where(number == 0, start, cut - PIECE), tl.where(cut + THRESHOLD <= end, cut, end)
 
 
 @triton.jit(do_not_specialize=["num_slots", "slots_per_program", "no_key"])
 def count_runs_kernel(
-    counts_ptr, long_ends_ptr,
-    keys_ptr, num_slots, slots_per_program, no_key,
-    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    counts_ptr, keys_ptr, num_slots, slots_per_program, no_key,
+    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * slots_per_program
     num_runs = tl.zeros([BLOCK], tl.int32)  # for each lane
     num_long = tl.zeros([BLOCK], tl.int32)
     num_pieces = tl.zeros([BLOCK], tl.int32)
-    num_groups = tl.zeros([BLOCK], tl.int32)
     for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
         slot = start + tl.arange(0, BLOCK)  # [BLOCK]
-        key, _, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
+        _, _, starts, is_long, is_piece = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD, PIECE)
         num_runs += starts.to(tl.int32)
-        if tl.max(is_long.to(tl.int32), axis=0) > 0:
-            end = long_run_ends(keys_ptr, key, slot, is_long, num_slots, THRESHOLD)
-            tl.store(long_ends_ptr + slot // THRESHOLD, end, mask=is_long)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
-            num_long += is_long.to(tl.int32)
-            num_pieces += pieces
-            num_groups += groups
+        num_long += is_long.to(tl.int32)
+        num_pieces += is_piece.to(tl.int32)
     count_ptr = counts_ptr + tl.program_id(0)
     tl.store(count_ptr + RUNS * tl.num_programs(0), tl.sum(num_runs))
     tl.store(count_ptr + LONG_RUNS * tl.num_programs(0), tl.sum(num_long))
     tl.store(count_ptr + PIECES * tl.num_programs(0), tl.sum(num_pieces))
-    tl.store(count_ptr + GROUPS * tl.num_programs(0), tl.sum(num_groups))
 
 
 @triton.jit
@@ -134,18 +119,17 @@ def row_of_run(runs, run, live, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.conste
 
 
 @triton.jit
-def numbered(first, counts):
-    """first plus the counts of all lanes before. counts [K] -> [K]"""
-    return first + tl.cumsum(counts, axis=0) - counts
+def numbered(counts):
+    """The counts of all lanes before. [K] -> [K]"""
+    return tl.cumsum(counts, axis=0) - counts
 
 
 @triton.jit(do_not_specialize=["num_slots", "slots_per_program", "no_key", "num_tables", "num_bounds"])
 def write_runs_kernel(
     runs, long_runs, ranges_ptr, seed_and_step_ptr,
-    counts_ptr, long_ends_ptr, keys_ptr, key_tables, bucket_keys_ptr,
+    counts_ptr, keys_ptr, key_tables, bucket_keys_ptr,
     num_slots, slots_per_program, no_key, num_tables, num_bounds,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    ROW_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Also advances the step of stochastic rounding: the stamp holds the step that this backward uses."""
     if tl.program_id(0) == 0:
@@ -153,14 +137,14 @@ def write_runs_kernel(
     first_run = counted_before(counts_ptr, RUNS, PROGRAMS)
     first_long = counted_before(counts_ptr, LONG_RUNS, PROGRAMS)
     first_piece = counted_before(counts_ptr, PIECES, PROGRAMS)
-    first_group = counted_before(counts_ptr, GROUPS, PROGRAMS)
+    seen_pieces = tl.zeros([BLOCK], tl.int32)  # for each lane, so far
     table = tl.full([1], 0, tl.int32)  # of the last key so far
     next_key = tl.full([1], -1, tl.int64)  # the first key behind that table
     first = tl.program_id(0) * slots_per_program
     for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
         slot = start + tl.arange(0, BLOCK)  # [BLOCK]
-        key, previous, starts, is_long = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD)
-        run = numbered(first_run, starts.to(tl.int32))
+        key, previous, starts, is_long, is_piece = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD, PIECE)
+        run = first_run + numbered(starts.to(tl.int32))
         tl.store(runs.run_starts + run, slot, mask=key != previous)  # padding ends the last run
 
         last = tl.load(keys_ptr + start + tl.full([1], BLOCK - 1, tl.int32)).to(tl.int64)
@@ -174,14 +158,11 @@ def write_runs_kernel(
             write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT)
 
         if several_tables | (tl.max(is_long.to(tl.int32), axis=0) > 0):
-            end = tl.load(long_ends_ptr + slot // THRESHOLD, mask=is_long, other=0)
-            pieces, groups = count_pieces(end - slot, is_long, PIECE, FAN_IN)
-            long_run = numbered(first_long, is_long.to(tl.int32))
-            piece = numbered(first_piece, pieces)
-            group = numbered(first_group, groups)
+            both = numbered(is_long.to(tl.int32) * (2 * BLOCK) + is_piece.to(tl.int32))  # in one scan
+            long_run = first_long + both // (2 * BLOCK)
+            piece = first_piece + tl.sum(seen_pieces) + both % (2 * BLOCK)
             tl.store(long_runs.runs + long_run, run, mask=is_long)
             tl.store(long_runs.first_pieces + long_run, piece, mask=is_long)
-            tl.store(long_runs.first_groups + long_run, group, mask=is_long)
             for bound in range(0, num_bounds):  # the first slot at or past each bucket's first key
                 bucket_key = tl.load(bucket_keys_ptr + bound)
                 crosses = (previous < bucket_key) & (key >= bucket_key)
@@ -189,10 +170,8 @@ def write_runs_kernel(
                 tl.store(range_ptr + RUNS, run, mask=crosses)
                 tl.store(range_ptr + LONG_RUNS, long_run, mask=crosses)
                 tl.store(range_ptr + PIECES, piece, mask=crosses)
-                tl.store(range_ptr + GROUPS, group, mask=crosses)
             first_long += tl.sum(is_long.to(tl.int32))
-            first_piece += tl.sum(pieces)
-            first_group += tl.sum(groups)
+        seen_pieces += is_piece.to(tl.int32)
         first_run += tl.sum(starts.to(tl.int32))
 
 
@@ -203,30 +182,19 @@ def bucket_range(ranges_ptr, bucket, KIND: tl.constexpr):
     return tl.load(begin_ptr), tl.load(begin_ptr + KINDS)
 
 
-def num_buckets(tables: RunTables) -> int:
-    return tables.ranges.numel() // KINDS.value - 1
-
-
 def most_pieces(num_slots: int, num_rows: int, long_run: LongRunConfig) -> int:
-    """A run of n entries has at most n / piece_length + 1 pieces, and if it is long at most n / threshold where pieces
-    are about twice as long as the threshold."""
-    pieces = num_slots // long_run.piece_length + min(num_slots // long_run.threshold, num_rows)
-    if 2 * long_run.threshold <= long_run.piece_length + 1:
-        return min(pieces, num_slots // long_run.threshold)
-    return pieces
-
-
-def most_groups(num_slots: int, long_run: LongRunConfig) -> int:
-    """Rounding up at most doubles them."""
-    return 2 * num_slots // (long_run.piece_length * long_run.fan_in)
+    """A run of n entries has at most n / min(piece_length, 2 * threshold) cuts, and where pieces are not shorter than
+    the threshold at most n / threshold pieces."""
+    most_long = num_slots // long_run.threshold
+    pieces = num_slots // min(long_run.piece_length, 2 * long_run.threshold) + min(most_long, num_rows)
+    return min(pieces, most_long) if long_run.piece_length >= long_run.threshold else pieces
 
 
 class FoundRuns(NamedTuple):
-    """The tables, and room for what the two passes tell each other."""
+    """The tables, and room for what the first pass tells the second."""
 
     tables: RunTables
     counts: Tensor  # [kinds * programs] int32
-    long_ends: Tensor  # [K / threshold + 1] int32; the end of the long run that starts in each threshold of slots
 
 
 def empty_tables(
@@ -245,19 +213,17 @@ def empty_tables(
         run_starts=most_runs + 1,
         long_runs=most_long,
         first_pieces=most_long,
-        first_groups=most_long,
         ranges=KINDS.value * (len(layout.buckets) + 1),
         counts=KINDS.value * programs,
-        long_ends=num_slots // long_run.threshold + 1,
         **narrow,
     )
     part |= carve(device, torch.int64, **wide)
     tables = RunTables(
         runs=Runs(part["run_starts"], part["weight_offsets"], part["state_rows"]),
-        long_runs=LongRuns(part["long_runs"], part["first_pieces"], part["first_groups"]),
+        long_runs=LongRuns(part["long_runs"], part["first_pieces"]),
         ranges=part["ranges"],
     )
-    return FoundRuns(tables, part["counts"], part["long_ends"])
+    return FoundRuns(tables, part["counts"])
 
 
 @planned
@@ -267,7 +233,6 @@ def plan_find_runs(long_run: LongRunConfig, row_unit: int, target: Target) -> tu
         "BLOCK": config.block,
         "THRESHOLD": long_run.threshold,
         "PIECE": long_run.piece_length,
-        "FAN_IN": long_run.fan_in,
         **launch_options(config.num_warps, config.registers),
     }
     most_programs = target.multiprocessors * config.programs_per_multiprocessor
@@ -285,10 +250,9 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
     (programs,) = fixed_grid(target, config.programs_per_multiprocessor, num_slots // config.block)
     blocks = cdiv(num_slots // config.block, programs)  # of each program
     programs = cdiv(num_slots // config.block, blocks)
-    tables, counts, long_ends = empty_tables(num_slots, programs, long_run, spec, keys.device)
+    tables, counts = empty_tables(num_slots, programs, long_run, spec, keys.device)
     shared = {
         "counts_ptr": counts,
-        "long_ends_ptr": long_ends,
         "keys_ptr": keys,
         "num_slots": num_slots,
         "slots_per_program": blocks * config.block,

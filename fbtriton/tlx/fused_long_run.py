@@ -55,8 +55,17 @@ from torch import Tensor
 from fbtriton._triton import tl, triton
 from fbtriton.backward.accumulate import registers_for, sum_piece, update_rows
 from fbtriton.backward.entries import EntryForm
-from fbtriton.backward.long_run import add_slots, find_piece, long_run_configs, store_slot
-from fbtriton.backward.runs import KINDS, LONG_RUNS, PIECES, bucket_range, most_pieces, num_buckets, row_of_run
+from fbtriton.backward.long_run import add_slots, find_run, long_run_configs, store_slot
+from fbtriton.backward.runs import (
+    KINDS,
+    LONG_RUNS,
+    PIECES,
+    bucket_range,
+    count_pieces,
+    most_pieces,
+    piece_bounds,
+    row_of_run,
+)
 from fbtriton.config import FusedConfig, target_of
 from fbtriton.launch import fixed_grid, launch_options
 from fbtriton.layout import Bucket, Entries, RunTables
@@ -129,10 +138,10 @@ def fused_long_run_kernel(
     weights_ptr, states, stamp_ptr, partials_ptr, rows_desc,
     grad_ptr, entries, runs, long_runs, arrivals_ptr, ranges_ptr, bucket, partial_stride,
     LOAD_STATE: tl.constexpr, UPDATE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
-    UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr, GRAD_ALIGNMENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, CLC: tl.constexpr,
-    REDUCE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
+    FAN_IN: tl.constexpr, UNROLL: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr, UNIT: tl.constexpr,
+    SLOTS: tl.constexpr, CLC: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
     begin, end = bucket_range(ranges_ptr, bucket, PIECES)
     first_long, last_long = bucket_range(ranges_ptr, bucket, LONG_RUNS)
@@ -142,11 +151,10 @@ def fused_long_run_kernel(
     while tile >= 0:
         ask(queue)
         for piece in range(begin + tile, end, tl.num_programs(0)):
-            long_run, piece_start, piece_end = find_piece(runs, long_runs, first_long, last_long, piece, PIECE)
+            long_run, first, run_start, run_end = find_run(runs, long_runs, first_long, last_long, piece)
             run = tl.load(long_runs.runs + long_run) + tl.zeros([1], tl.int32)
-            first = tl.load(long_runs.first_pieces + long_run)
-            run_length = tl.sum(tl.load(runs.run_starts + run + 1) - tl.load(runs.run_starts + run))
-            count = (run_length + PIECE - 1) // PIECE
+            count = count_pieces(run_start, run_end, THRESHOLD, PIECE)
+            piece_start, piece_end = piece_bounds(run_start, run_end, piece - first, THRESHOLD, PIECE)
             grad = sum_piece(
                 grad_ptr, entries, piece_start, piece_end, DIM, ROWS, UNROLL, GRAD_ALIGNMENT, SCALED, UNIT
             )  # fmt: skip
@@ -211,7 +219,7 @@ def fused_long_run(
         clear_rows_kernel[fixed_grid(target, config.programs_per_multiprocessor, partials.shape[0])](
             partials_ptr=partials,
             ranges_ptr=tables.ranges,
-            num_buckets=num_buckets(tables),
+            num_buckets=len(buckets),
             partial_stride=partials.stride(0),
             DIM=partials.shape[1],
             BLOCK_D=buckets[-1].block_dim,
@@ -239,6 +247,7 @@ def fused_long_run(
             BLOCK_D=bucket.block_dim,
             ROWS=long_run.rows_per_step,
             SLOTS=long_run.slots_per_step,
+            THRESHOLD=long_run.threshold,
             PIECE=long_run.piece_length,
             FAN_IN=long_run.fan_in,
             UNROLL=long_run.unroll,
