@@ -94,10 +94,10 @@ def linearise_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def runs_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import RunsConfig
 
-    for block, warps, registers in itertools.product((256, 512, 1024), (2, 4, 8), (None, 72, 64)):
+    for block, warps, registers in itertools.product((256, 512), (2, 4, 8), (None, 48, 56, 64)):
         if 2 <= block // (32 * warps) <= 4:
-            yield RunsConfig(block, warps, registers=registers)
-    for programs in (8, 32):
+            yield RunsConfig(block, warps, 32 // warps, registers)
+    for programs in (12, 16):
         yield RunsConfig(programs_per_multiprocessor=programs)
 
 
@@ -115,7 +115,7 @@ def short_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
 def long_run_candidates(dim: int, itemsize: int) -> Iterator[Any]:
     from fbtriton.config import LongRunConfig
 
-    cuts = [(16, 64, 64), (32, 64, 64), (64, 64, 64), (32, 128, 64), (64, 128, 64), (32, 64, 128), (32, 32, 64)]
+    cuts = [(24, 96, 64), (32, 64, 64), (32, 96, 64), (32, 128, 64), (64, 128, 64), (32, 128, 128), (32, 192, 64)]
     for (threshold, piece, fan_in), rows, unroll in itertools.product(cuts, (1, 2, 4, 8), (2, 4)):
         if 8 <= rows * dim // 32 <= 32 and rows * unroll * dim // 32 <= 64:
             slots = max(1, min(16, 512 >> (dim - 1).bit_length()))

@@ -145,20 +145,25 @@ def fixed_grid(target: Target, programs_per_multiprocessor: int, upper_bound: in
     return (max(1, min(target.multiprocessors * programs_per_multiprocessor, upper_bound)),)
 
 
+LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
+FEW_PROGRAMS = 16  # for each multiprocessor; as many start at once wherever they fit
+
+
 class BucketLaunch(NamedTuple):
     """A launch for some neighbouring buckets, as far as it is the same in every step."""
 
     first_bucket: int
     num_buckets: int
-    programs: int  # for each bucket, at most
+    few_programs: int  # for each bucket
+    most_programs: int
     constants: Constants
 
-    def grid(self, upper_bound: int) -> tuple[int, int]:
-        """`fixed_grid` for each of the buckets, which share the launch, and so the multiprocessors."""
-        return max(1, min(self.programs, upper_bound)), self.num_buckets
-
-
-LEAST_PROGRAMS = 8  # for each multiprocessor and bucket
+    def grid(self, upper_bound: int, share: int = 1) -> tuple[int, int]:
+        """`fixed_grid` for each of the buckets, which share the launch, and so the multiprocessors. Where there may be
+        enough to do, a program gets `share` of it: most of the upper bound may be empty, and empty programs take time.
+        """
+        programs = max(self.few_programs, cdiv(upper_bound, share))
+        return max(1, min(self.most_programs, programs, upper_bound)), self.num_buckets
 
 
 def bucket_launches(
@@ -170,7 +175,10 @@ def bucket_launches(
     for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
         of_group = list(group)
         size = len(of_group)
-        programs = max(LEAST_PROGRAMS, of_group[0].programs_per_multiprocessor // size) * target.multiprocessors
-        launches.append(BucketLaunch(first, size, programs, constants_of(slice(first, first + size))))
+        programs = [
+            max(LEAST_PROGRAMS, of_multiprocessor // size) * target.multiprocessors
+            for of_multiprocessor in (FEW_PROGRAMS, of_group[0].programs_per_multiprocessor)
+        ]
+        launches.append(BucketLaunch(first, size, *programs, constants_of(slice(first, first + size))))
         first += size
     return tuple(launches)

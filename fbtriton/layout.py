@@ -64,9 +64,9 @@ class KeyTables(NamedTuple):
     """For each table in the order of the keys, how a key becomes a row. Device tensors, all [T] int64."""
 
     key_base: Tensor  # ascending; the table of a key is the last one with key_base <= key
-    weight_offset: Tensor  # element of the flat weights where the table starts
-    state_base: Tensor  # row of the row-wise optimizer state where the table starts
-    dim: Tensor  # elements in a row
+    dim: Tensor  # of a row, in `row_unit`s
+    weight_shift: Tensor  # weight_shift + key * dim is where the row starts in the flat weights, in `row_unit`s
+    state_shift: Tensor  # state_shift + key is the row of row-wise optimizer state
 
 
 class VbeLayout(NamedTuple):
@@ -317,6 +317,8 @@ class TableLayout:
             return tensor([values[table] for table in self.key_order])
 
         bucket_rows = [sum(self.rows[table] for table in bucket.tables) for bucket in self.buckets]
+        keys, dims = self.key_bases, [dim // self.row_unit for dim in self.dims]
+        starts = [offset // self.row_unit for offset in self.weight_offsets]
         return DeviceLayout(
             features=FeatureTables(
                 rows=per_feature(list(self.rows)),
@@ -325,10 +327,10 @@ class TableLayout:
                 key_base=per_feature([-1 if t in self.frozen_tables else key for t, key in enumerate(self.key_bases)]),
             ),
             key_tables=KeyTables(
-                key_base=per_key_table(self.key_bases),
-                weight_offset=per_key_table(self.weight_offsets),
-                state_base=per_key_table(self.state_bases),
-                dim=per_key_table(list(self.dims)),
+                key_base=per_key_table(keys),
+                dim=per_key_table(dims),
+                weight_shift=per_key_table([start - key * dim for start, key, dim in zip(starts, keys, dims)]),
+                state_shift=per_key_table([start - key for start, key in zip(self.state_bases, keys)]),
             ),
             bucket_features=tuple(self.numbers_on_device(bucket.features, device) for bucket in self.buckets),
             bucket_keys=tensor(_exclusive_sums(bucket_rows)),

@@ -68,6 +68,12 @@ def find_run(runs, long_runs, begin, end, piece):
 
 
 @triton.jit
+def run_pieces(runs, run, THRESHOLD: tl.constexpr, PIECE: tl.constexpr):
+    """How many pieces a long run has. run [K] -> [K]"""
+    return count_pieces(tl.load(runs.run_starts + run), tl.load(runs.run_starts + run + 1), THRESHOLD, PIECE)
+
+
+@triton.jit
 def sum_pieces(
     partials_ptr, grad_ptr, entries, runs, long_runs, ranges_ptr, bucket, partial_stride,
     DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
@@ -107,24 +113,27 @@ def add_groups_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
     FAN_IN: tl.constexpr,
 ):  # fmt: skip
-    """A window of FAN_IN pieces a step. Of the runs that have groups, which are longer, at most two have one that
-    starts there: the run of the window's first piece, and another of its last."""
+    """Groups of FAN_IN slots, span pieces apart. A window of as many pieces a step: of the runs that have groups, which
+    are longer, at most two have one that starts there, the run of the window's first piece and another of its last."""
     num_long = tl.load(ranges_ptr + num_buckets * KINDS + LONG_RUNS)
     num_pieces = tl.load(ranges_ptr + num_buckets * KINDS + PIECES)
-    for window in range(tl.program_id(0) * FAN_IN, num_pieces, tl.num_programs(0) * FAN_IN):
-        for side in tl.static_range(2):
-            piece = tl.minimum(window + side * (FAN_IN - 1), num_pieces - 1)
-            _, first, run_start, run_end = find_run(runs, long_runs, 0, num_long, piece)
-            pieces = count_pieces(run_start, run_end, THRESHOLD, PIECE)
-            number = tl.maximum(window - first + FAN_IN - 1, 0) // FAN_IN  # of the run's groups
-            slots = (pieces + span - 1) // span  # of the run, on this level; apply adds up to FAN_IN
-            count = tl.minimum((pieces - number * FAN_IN + span - 1) // span, FAN_IN)
-            once = (side == 0) | (first > window)
-            if once & (number % span == 0) & (slots > FAN_IN) & (count > 1):
-                group = first + number * FAN_IN
-                total = add_slots(partials_ptr, group, span, count, partial_stride, DIM, BLOCK_D, ROWS)
+    width = FAN_IN * span
+    side = tl.arange(0, 2)
+    for window in range(tl.program_id(0) * width, num_pieces, tl.num_programs(0) * width):
+        piece = tl.minimum(window + side * (width - 1), num_pieces - 1)  # [2]
+        long_run = upper_bound(long_runs.first_pieces, num_long, piece) - 1
+        first = tl.load(long_runs.first_pieces + long_run)
+        end = first + run_pieces(runs, tl.load(long_runs.runs + long_run), THRESHOLD, PIECE)
+        group = first + tl.maximum(window - first + width - 1, 0) // width * width
+        slots = tl.minimum((end - group + span - 1) // span, FAN_IN)
+        slots = tl.where((end - first > width) & ((side == 0) | (first > window)), slots, 0)
+        for chosen in tl.static_range(2):
+            count = tl.sum(tl.where(side == chosen, slots, 0))
+            if count > 1:
+                slot = tl.sum(tl.where(side == chosen, group, 0))
+                total = add_slots(partials_ptr, slot, span, count, partial_stride, DIM, BLOCK_D, ROWS)
                 tl.debug_barrier()  # the first slot is read before it is written
-                store_slot(partials_ptr, group, partial_stride, total, DIM, BLOCK_D)
+                store_slot(partials_ptr, slot, partial_stride, total, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -142,8 +151,7 @@ def update_long_runs(
         weight_offset, state_row = row_of_run(runs, run, live, ROW_ALIGNMENT, ROW_UNIT)
         weight = load_tile(weights_ptr, weight_offset, live, DIM, BLOCK_D)  # [1, BLOCK_D]
         state = LOAD_STATE(states, state_row, weight_offset, live, DIM, BLOCK_D)
-        run_start, run_end = tl.load(runs.run_starts + run), tl.load(runs.run_starts + run + 1)
-        count = tl.sum(count_pieces(run_start, run_end, THRESHOLD, PIECE))
+        count = tl.sum(run_pieces(runs, run, THRESHOLD, PIECE))
         span = 1
         while count > FAN_IN:
             count = (count + FAN_IN - 1) // FAN_IN
@@ -217,7 +225,7 @@ def grad_accum(
     for part in plan_grad_accum(spec, target_of(grad_output.device), form, grad_alignments):
         launch(
             grad_accum_kernel,
-            part.grid(max_pieces),
+            part.grid(max_pieces, long_run_configs(spec)[0].pieces_per_program),
             part.constants,
             first_bucket=part.first_bucket,
             partials_ptr=partials,
@@ -230,30 +238,34 @@ def grad_accum(
         )
 
 
+GROUPS_OF_A_MULTIPROCESSOR = 16
+WARPS_OF_A_GROUP = 4  # times those of a piece: groups are few, and have many slots each
+
+
 @planned
 def plan_add_groups(spec: OperatorSpec) -> Constants:
     config, widest = long_run_configs(spec)[-1], spec.layout.buckets[-1]
     return Constants(
         DIM=widest.dim,
         BLOCK_D=widest.block_dim,
-        ROWS=config.slots_per_step,
+        ROWS=WARPS_OF_A_GROUP * config.slots_per_step,
         THRESHOLD=config.threshold,
         PIECE=config.piece_length,
         FAN_IN=config.fan_in,
-        num_warps=config.num_warps,
+        num_warps=WARPS_OF_A_GROUP * config.num_warps,
     )
 
 
 def add_groups(*, partials: Tensor, tables: RunTables, spec: OperatorSpec) -> None:
     """All levels of the tree below the last, as many as a single run of all entries would need. Groups are few, so all
     buckets take part in one launch, each in all columns; those past its dim are never read."""
-    config = long_run_configs(spec)[-1]
-    windows = cdiv(partials.shape[0], config.fan_in)
+    fan_in = long_run_configs(spec)[-1].fan_in
     slots, span = partials.shape[0], 1
-    while slots > config.fan_in:
+    while slots > fan_in:
+        slots = cdiv(slots, fan_in)
         launch(
             add_groups_kernel,
-            fixed_grid(target_of(partials.device), config.programs_per_multiprocessor, windows),
+            fixed_grid(target_of(partials.device), GROUPS_OF_A_MULTIPROCESSOR, slots),
             plan_add_groups(spec),
             partials_ptr=partials,
             runs=tables.runs,
@@ -263,7 +275,7 @@ def add_groups(*, partials: Tensor, tables: RunTables, spec: OperatorSpec) -> No
             span=span,
             partial_stride=partials.stride(0),
         )
-        slots, span = cdiv(slots, config.fan_in), span * config.fan_in
+        span *= fan_in
 
 
 @planned
@@ -299,7 +311,7 @@ def apply(
     for part in plan_apply(spec, target_of(weights.device)):
         launch(
             apply_kernel,
-            part.grid(max_long),
+            part.grid(max_long, long_run_configs(spec)[0].runs_per_program),
             part.constants,
             first_bucket=part.first_bucket,
             weights_ptr=weights,

@@ -26,6 +26,9 @@ RUNS = tl.constexpr(0)
 LONG_RUNS = tl.constexpr(1)
 PIECES = tl.constexpr(2)
 KINDS = tl.constexpr(3)
+MOST_BLOCK = 512
+BITS = tl.constexpr(MOST_BLOCK.bit_length())  # of the count of one kind in a block
+FIELD = tl.constexpr((1 << BITS.value) - 1)
 
 
 @triton.jit
@@ -98,14 +101,15 @@ def table_of(key_tables, num_tables, key):
 
 
 @triton.jit
-def write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT: tl.constexpr):
+def write_rows(runs, key_tables, table, key, run, starts):
     """Where the row of each run lies. key, run, starts [K]; table [K] or [1]"""
-    row = key.to(tl.int64) - tl.load(key_tables.key_base + table)
-    weight_offset = tl.load(key_tables.weight_offset + table) + row * tl.load(key_tables.dim + table)
-    state_row = tl.load(key_tables.state_base + table) + row
-    offset_type: tl.constexpr = runs.weight_offsets.dtype.element_ty
-    tl.store(runs.weight_offsets + run, (weight_offset // ROW_UNIT).to(offset_type), mask=starts)
-    tl.store(runs.state_rows + run, state_row.to(runs.state_rows.dtype.element_ty), mask=starts)
+    offset_type: tl.constexpr = runs.weight_offsets.dtype.element_ty  # products and sums that pass it come back
+    dim = tl.load(key_tables.dim + table).to(offset_type)
+    weight_offset = tl.load(key_tables.weight_shift + table).to(offset_type) + key.to(offset_type) * dim
+    tl.store(runs.weight_offsets + run, weight_offset, mask=starts)
+    state_type: tl.constexpr = runs.state_rows.dtype.element_ty
+    state_row = tl.load(key_tables.state_shift + table).to(state_type) + key.to(state_type)
+    tl.store(runs.state_rows + run, state_row, mask=starts)
 
 
 @triton.jit
@@ -118,18 +122,12 @@ def row_of_run(runs, run, live, ROW_ALIGNMENT: tl.constexpr, ROW_UNIT: tl.conste
     return tl.multiple_of(weight_offset, [ROW_ALIGNMENT]), state_row
 
 
-@triton.jit
-def numbered(counts):
-    """The counts of all lanes before. [K] -> [K]"""
-    return tl.cumsum(counts, axis=0) - counts
-
-
 @triton.jit(do_not_specialize=["num_slots", "slots_per_program", "no_key", "num_tables", "num_bounds"])
 def write_runs_kernel(
     runs, long_runs, ranges_ptr, seed_and_step_ptr,
     counts_ptr, keys_ptr, key_tables, bucket_keys_ptr,
     num_slots, slots_per_program, no_key, num_tables, num_bounds,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr, ROW_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Also advances the step of stochastic rounding: the stamp holds the step that this backward uses."""
     if tl.program_id(0) == 0:
@@ -137,32 +135,31 @@ def write_runs_kernel(
     first_run = counted_before(counts_ptr, RUNS, PROGRAMS)
     first_long = counted_before(counts_ptr, LONG_RUNS, PROGRAMS)
     first_piece = counted_before(counts_ptr, PIECES, PROGRAMS)
-    seen_pieces = tl.zeros([BLOCK], tl.int32)  # for each lane, so far
     table = tl.full([1], 0, tl.int32)  # of the last key so far
     next_key = tl.full([1], -1, tl.int64)  # the first key behind that table
     first = tl.program_id(0) * slots_per_program
     for start in range(first, first + tl.minimum(slots_per_program, num_slots - first), BLOCK):
         slot = start + tl.arange(0, BLOCK)  # [BLOCK]
         key, previous, starts, is_long, is_piece = load_keys(keys_ptr, slot, num_slots, no_key, THRESHOLD, PIECE)
-        run = first_run + numbered(starts.to(tl.int32))
+        counts = starts.to(tl.int32) | (is_long.to(tl.int32) << BITS) | (is_piece.to(tl.int32) << (2 * BITS))
+        before = tl.cumsum(counts, axis=0) - counts  # in the lanes before, all three in one scan
+        total = tl.sum(counts)
+        num_long = (total >> BITS) & FIELD
+        run = first_run + (before & FIELD)
+        long_run = first_long + ((before >> BITS) & FIELD)
+        piece = first_piece + (before >> (2 * BITS))
         tl.store(runs.run_starts + run, slot, mask=key != previous)  # padding ends the last run
+        if num_long > 0:
+            tl.store(long_runs.runs + long_run, run, mask=is_long)
+            tl.store(long_runs.first_pieces + long_run, piece, mask=is_long)
 
         last = tl.load(keys_ptr + start + tl.full([1], BLOCK - 1, tl.int32)).to(tl.int64)
         several_tables = tl.max((last >= next_key).to(tl.int32), axis=0) > 0
         if several_tables:
-            write_rows(runs, key_tables, table_of(key_tables, num_tables, key), key, run, starts, ROW_UNIT)
+            write_rows(runs, key_tables, table_of(key_tables, num_tables, key), key, run, starts)
             table = table_of(key_tables, num_tables, last)
             next_key = tl.load(key_tables.key_base + table + 1, mask=table + 1 < num_tables, other=no_key)
             next_key = tl.where(last == no_key, last + 1, next_key)
-        else:
-            write_rows(runs, key_tables, table, key, run, starts, ROW_UNIT)
-
-        if several_tables | (tl.max(is_long.to(tl.int32), axis=0) > 0):
-            both = numbered(is_long.to(tl.int32) * (2 * BLOCK) + is_piece.to(tl.int32))  # in one scan
-            long_run = first_long + both // (2 * BLOCK)
-            piece = first_piece + tl.sum(seen_pieces) + both % (2 * BLOCK)
-            tl.store(long_runs.runs + long_run, run, mask=is_long)
-            tl.store(long_runs.first_pieces + long_run, piece, mask=is_long)
             for bound in range(0, num_bounds):  # the first slot at or past each bucket's first key
                 bucket_key = tl.load(bucket_keys_ptr + bound)
                 crosses = (previous < bucket_key) & (key >= bucket_key)
@@ -170,9 +167,11 @@ def write_runs_kernel(
                 tl.store(range_ptr + RUNS, run, mask=crosses)
                 tl.store(range_ptr + LONG_RUNS, long_run, mask=crosses)
                 tl.store(range_ptr + PIECES, piece, mask=crosses)
-            first_long += tl.sum(is_long.to(tl.int32))
-        seen_pieces += is_piece.to(tl.int32)
-        first_run += tl.sum(starts.to(tl.int32))
+        else:
+            write_rows(runs, key_tables, table, key, run, starts)
+        first_run += total & FIELD
+        first_long += num_long
+        first_piece += total >> (2 * BITS)
 
 
 @triton.jit
@@ -227,8 +226,9 @@ def empty_tables(
 
 
 @planned
-def plan_find_runs(long_run: LongRunConfig, row_unit: int, target: Target) -> tuple[Constants, Constants]:
+def plan_find_runs(long_run: LongRunConfig, target: Target) -> tuple[Constants, Constants]:
     config = select_runs()
+    assert config.block <= MOST_BLOCK
     shared = {
         "BLOCK": config.block,
         "THRESHOLD": long_run.threshold,
@@ -236,7 +236,7 @@ def plan_find_runs(long_run: LongRunConfig, row_unit: int, target: Target) -> tu
         **launch_options(config.num_warps, config.registers),
     }
     most_programs = target.multiprocessors * config.programs_per_multiprocessor
-    return Constants(shared), Constants(shared, PROGRAMS=1 << (most_programs - 1).bit_length(), ROW_UNIT=row_unit)
+    return Constants(shared), Constants(shared, PROGRAMS=1 << (most_programs - 1).bit_length())
 
 
 def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, spec: OperatorSpec) -> RunTables:
@@ -258,7 +258,7 @@ def find_runs(*, keys: Tensor, seed_and_step: Tensor, long_run: LongRunConfig, s
         "slots_per_program": blocks * config.block,
         "no_key": layout.no_key,
     }
-    of_counting, of_writing = plan_find_runs(long_run, layout.row_unit, target)
+    of_counting, of_writing = plan_find_runs(long_run, target)
     launch(count_runs_kernel, (programs,), of_counting, **shared)
     launch(
         write_runs_kernel,
