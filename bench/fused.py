@@ -50,11 +50,14 @@ def long_run_sizes(workload: Workload, request: Request) -> dict[str, int]:
     keys = request.indices.to(torch.int64, copy=True)
     for first_row, start, end in zip(first_rows, [0, *ends], ends, strict=False):
         keys[start:end] += first_row
+    threshold, piece = config.threshold, config.piece_length
     lengths = torch.unique(keys, return_counts=True)[1]
-    lengths = lengths[lengths >= config.threshold]
-    pieces = (lengths + config.piece_length - 1) // config.piece_length
+    ends_of_runs = lengths.cumsum(0)[lengths >= threshold]
+    lengths = lengths[lengths >= threshold]
+    first_cuts = (ends_of_runs - lengths + threshold + piece - 1) // piece * piece
+    cuts = (ends_of_runs - threshold - first_cuts + piece).clamp(min=0) // piece
     return {"ids": keys.numel(), "in long runs": int(lengths.sum()), "long runs": lengths.numel(),
-            "pieces": int(pieces.sum())}  # fmt: skip
+            "pieces": int((1 + cuts).sum())}  # fmt: skip
 
 
 def _step(provider: Fbtriton, fused: Any, grad: torch.Tensor, request: Any) -> None:

@@ -281,6 +281,7 @@ def test_sizes_of_long_runs():
     from bench.workloads import Request, Workload
 
     workload = Workload("sizes", (5, 5), (8, 8), 2, (50,) * 3, "", feature_tables=(0, 0, 1))
-    indices = torch.tensor([0] * 50 + [1] * 31 + [0] * 40 + [2] * 31 + [0] * 64)
-    sizes = long_run_sizes(workload, Request(indices, torch.tensor([0, 50, 81, 121, 152, 216, 216]), None))
-    assert sizes == {"ids": 216, "in long runs": 154, "long runs": 2, "pieces": 3}
+    indices = torch.tensor([0] * 50 + [1] * 31 + [0] * 40 + [2] * 31 + [0] * 300)
+    sizes = long_run_sizes(workload, Request(indices, torch.tensor([0, 50, 81, 121, 152, 452, 452]), None))
+    # The sorted entries of the long runs are [0, 90) and [152, 452); cuts are at 256 and 384.
+    assert sizes == {"ids": 452, "in long runs": 390, "long runs": 2, "pieces": 4}

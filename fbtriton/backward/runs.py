@@ -28,7 +28,7 @@ PIECES = tl.constexpr(2)
 KINDS = tl.constexpr(3)
 MOST_BLOCK = 512
 BITS = tl.constexpr(MOST_BLOCK.bit_length())  # of the count of one kind in a block
-FIELD = tl.constexpr((1 << BITS.value) - 1)
+FIELD = tl.constexpr((1 << MOST_BLOCK.bit_length()) - 1)
 
 
 @triton.jit
