@@ -175,10 +175,10 @@ def bucket_launches(
     for _, group in itertools.groupby(configs, key=lambda config: (config.num_warps, config.registers)):
         of_group = list(group)
         size = len(of_group)
-        programs = [
+        few, most = (
             max(LEAST_PROGRAMS, of_multiprocessor // size) * target.multiprocessors
             for of_multiprocessor in (FEW_PROGRAMS, of_group[0].programs_per_multiprocessor)
-        ]
-        launches.append(BucketLaunch(first, size, *programs, constants_of(slice(first, first + size))))
+        )
+        launches.append(BucketLaunch(first, size, few, most, constants_of(slice(first, first + size))))
         first += size
     return tuple(launches)

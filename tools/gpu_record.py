@@ -88,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--commit", default="not given", help="of the tree, where there is no .git")
+    parser.add_argument("--name", default="correctness", help="of the page, for a record of some of the tests")
     parser.add_argument("--demo", default="", help="arguments of the demo, such as '--data DIR'; none = it is not run")
     parser.add_argument("--pytest", default="-n 8", help="further arguments of pytest")
     args = parser.parse_args()
@@ -136,7 +137,7 @@ and 2 ulp for fp16 weights.
 {demo}
 ```
 """
-    path = folder / "correctness.md"
+    path = folder / f"{args.name}.md"
     path.write_text(page)
     print(page if os.environ.get("CI") != "true" else path)
     sys.exit(bool(failed) or code)

@@ -4,10 +4,10 @@
     FBTRITON_TLX_LAUNCHES=100000 python -m pytest tests/test_tlx.py -n 8 -k contention --durations 20 > contention.txt
     python -m bench fused --workload long-runs --workload weighted --json fused.json
 
-and, if wanted, the last once more with plain Triton. Then, anywhere:
+and, if wanted, the last once more with plain Triton, and what `tools/sanitize.py` wrote. Then, anywhere:
 
     python tools/tlx_record.py --tests tlx.txt --contention contention.txt --fused fused.json --plain plain.json \
-        --commit HASH --date DATE --versions "torch 2.11" --out bench/results/GPU/tlx-DATE
+        --sanitizer sanitizer.json --commit HASH --date DATE --versions "torch 2.11" --out bench/results/GPU/tlx-DATE
 
 writes DATA.json and, of that, PAGE.md; what stands in the page from "## Notes" on was written by hand and stays.
 """
@@ -111,6 +111,16 @@ def sizes_table(record: dict[str, Any]) -> list[str]:
     return table(["workload", *names, "pieces of a program", "longer than grad_accum, us a piece"], rows)
 
 
+def sanitizer_lines(record: dict[str, Any]) -> list[str]:
+    """What each tool of compute-sanitizer found, in which tests."""
+    found = [
+        f"- {tool} found {result['found']} in `pytest {run['pytest']}`: {result['tests']}."
+        for run in record.get("sanitizer", ())
+        for tool, result in run["tools"].items()
+    ]
+    return ["## compute-sanitizer", "", *found, ""] if found else []
+
+
 def page(record: dict[str, Any], data: str) -> str:
     contention = record["contention"]
     ran = " and ".join(f"{count} with {variant}" for variant, count in contention["cases"].items())
@@ -123,6 +133,7 @@ def page(record: dict[str, Any], data: str) -> str:
         f"- `tests/test_tlx.py` without contention: {record['tests']}.",
         f"- `FBTRITON_TLX_LAUNCHES={contention['launches']}`, contention only: {contention['outcome']}; {ran},"
         f" {contention['launches_of_a_case']:,} launches each. A case fails if one row of one launch is wrong.", "",
+        *sanitizer_lines(record),
         "## Times", "",
         "`" + next(iter(runs.values()))["command"] + "`, "
         f"{' and '.join(runs)}. GPU time in us with {record['ids']} ids, the median over requests in turn; the L2 is"
@@ -139,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("tests", "contention", "fused", "plain", "out"):
         parser.add_argument(f"--{name}", type=Path, required=name != "plain")
+    parser.add_argument("--sanitizer", type=Path, nargs="*", default=[])
     for name in ("commit", "date", "versions"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--launches", type=int, default=100_000, help="FBTRITON_TLX_LAUNCHES")
@@ -157,6 +169,7 @@ def main() -> None:
             "outcome": outcome(contention), "launches": args.launches, "launches_of_a_case": args.launches // 9,
             "cases": cases(contention),
         },
+        "sanitizer": [json.loads(path.read_text()) for path in args.sanitizer],
         "ids": fused["ids"],
         "sizes_are": "" if "sizes" in fused else ", drawn on a CPU from the same distribution",
         "sizes": sizes(fused),
