@@ -39,6 +39,7 @@ def as_sparse(gradients: RowGradients, num_rows: int, total_unique_indices: int 
         size = min(total_unique_indices, rows.numel())
         numbers = torch.arange(size, device=rows.device)
         rows = rows[torch.minimum(numbers, (gradients.filled - 1).clamp_min(0))]
+        rows = torch.where(gradients.filled > 0, rows, 0)  # where there is none, nobody wrote the first
     return torch.sparse_coo_tensor(
         rows[None, :],
         values[:size],

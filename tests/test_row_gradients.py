@@ -110,6 +110,7 @@ def test_nothing_looked_up(any_device):
     assert module.weights.grad._nnz() == 0
     pruned = torch.full((2,), -1, device=any_device)
     module(pruned, torch.tensor([0, 2, 2], device=any_device), total_unique_indices=2).sum().backward()
+    assert bool((module.weights.grad._indices() == 0).all()), "rows that are there"
     assert not module.weights.grad.to_dense().any()
 
 
