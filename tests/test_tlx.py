@@ -1,5 +1,6 @@
-"""Long runs in one launch, against the reference and, to the bit, against accumulating and applying apart. The latter
-holds for the dims here: for others a compiler may fuse other operations of the update (the H200's record has a case).
+"""Long runs in one launch, against the reference and, where nothing is added in another order, to the bit against
+accumulating and applying apart. The latter holds for the dims here: for others a compiler may fuse other operations of
+the update (the H200's record has a case).
 
 Where nothing of TLX is needed (fixed grid, ordered slots) these run on any Triton, in the interpreter too. Sums by TMA
 need the fork and a GPU of sm_90 or later. Cluster launch control needs sm_100: its kernels are compiled and read in
@@ -72,7 +73,7 @@ def test_against_reference_and_two_launches(fused, fan_in, dims, optimizer, weig
         expected = reference_step(module, batch, grad)
         results.append(step(module, batch, grad, path, long_run))
         assert_same_step(results[-1], expected, terms=2 * 55, module=module)
-    if not fused.reduce:
+    if not fused.reduce and fan_in != 3:  # two slots have one order; with 64 there is no group
         assert torch.equal(results[0].weights, results[1].weights)
         assert all(torch.equal(a, b) for a, b in zip(results[0].states, results[1].states, strict=True))
 

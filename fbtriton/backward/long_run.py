@@ -46,17 +46,14 @@ def store_slot(partials_ptr, slot, partial_stride, value, DIM: tl.constexpr, BLO
 
 @triton.jit
 def add_slots(
-    partials_ptr, first, span, count, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr = 1,
-):  # fmt: skip
-    """Sum of the slots first, first + span, ..., count of them, UNROLL times ROWS of them under way at a time; in an
-    order that is the same for every UNROLL. -> [1, BLOCK_D]"""
+    partials_ptr, first, span, count, partial_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):
+    """Sum of the slots first, first + span, ..., count of them. -> [1, BLOCK_D]"""
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for step in range(0, count, ROWS * UNROLL):
-        for ahead in tl.static_range(UNROLL):
-            number = step + ahead * ROWS + tl.arange(0, ROWS).to(tl.int64)
-            offset = (first + number * span) * partial_stride
-            total += load_tile(partials_ptr, offset, number < count, DIM, BLOCK_D)
+    for step in range(0, count, ROWS):
+        number = step + tl.arange(0, ROWS).to(tl.int64)
+        offset = (first + number * span) * partial_stride
+        total += load_tile(partials_ptr, offset, number < count, DIM, BLOCK_D)
     return tl.sum(total, axis=0, keep_dims=True)
 
 
@@ -113,8 +110,8 @@ def grad_accum_kernel(
 @triton.jit(do_not_specialize=["num_buckets", "span"])
 def add_groups_kernel(
     partials_ptr, runs, long_runs, ranges_ptr, num_buckets, span, partial_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    THRESHOLD: tl.constexpr, PIECE: tl.constexpr, FAN_IN: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr, PIECE: tl.constexpr,
+    FAN_IN: tl.constexpr,
 ):  # fmt: skip
     """Groups of FAN_IN slots, span pieces apart. A window of as many pieces a step: of the runs that have groups, which
     are longer, at most two have one that starts there, the run of the window's first piece and another of its last."""
@@ -134,7 +131,7 @@ def add_groups_kernel(
             count = tl.sum(tl.where(side == chosen, slots, 0))
             if count > 1:
                 slot = tl.sum(tl.where(side == chosen, group, 0))
-                total = add_slots(partials_ptr, slot, span, count, partial_stride, DIM, BLOCK_D, ROWS, UNROLL)
+                total = add_slots(partials_ptr, slot, span, count, partial_stride, DIM, BLOCK_D, ROWS)
                 tl.debug_barrier()  # the first slot is read before it is written
                 store_slot(partials_ptr, slot, partial_stride, total, DIM, BLOCK_D)
 
@@ -241,8 +238,8 @@ def grad_accum(
         )
 
 
-GROUPS_OF_A_MULTIPROCESSOR = 32
-STEPS_AT_ONCE = 4  # groups are few, so few programs run, and a group has many slots
+GROUPS_OF_A_MULTIPROCESSOR = 16
+WARPS_OF_A_GROUP = 4  # times those of a piece: groups are few, and have many slots each
 
 
 @planned
@@ -251,12 +248,11 @@ def plan_add_groups(spec: OperatorSpec) -> Constants:
     return Constants(
         DIM=widest.dim,
         BLOCK_D=widest.block_dim,
-        ROWS=config.slots_per_step,
-        UNROLL=STEPS_AT_ONCE,
+        ROWS=WARPS_OF_A_GROUP * config.slots_per_step,
         THRESHOLD=config.threshold,
         PIECE=config.piece_length,
         FAN_IN=config.fan_in,
-        num_warps=config.num_warps,
+        num_warps=WARPS_OF_A_GROUP * config.num_warps,
     )
 
 

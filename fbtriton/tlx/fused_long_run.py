@@ -2,10 +2,11 @@
 
 A program sums a piece and stores the partial gradient in the piece's slot; then it counts itself in at the group of
 slots that the piece belongs to. The last one to arrive adds the group's slots into the first of them and counts itself
-in one level up, and so on; the last one of all applies the optimizer. Nobody waits for anybody. The tree is that of
-`backward.long_run`, every sum has the same order, and so the result is the same to the bit whoever arrives last. The
-optimizer's update is compiled once more here: where the compiler fuses other multiplications and additions than in
-`backward.long_run`, or adds a row's squares in another order, a weight may be rounded otherwise than there.
+in one level up, and so on; the last one of all applies the optimizer. Nobody waits for anybody. Every sum has one
+order, and so the result is the same to the bit whoever arrives last. The tree is that of `backward.long_run`, but there
+more slots of a group are under way at a time, and so they are added in another order; and the optimizer's update is
+compiled once more here, where the compiler may fuse other multiplications and additions, or add a row's squares in
+another order. So the last bits of a weight may differ from those there.
 
 Example, a run of 7 pieces, fan-in 2; who is last among a group goes on:
 
