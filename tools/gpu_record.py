@@ -66,12 +66,20 @@ def outcome_table(outcomes: dict[str, Counter[str]]) -> str:
 
 
 def error_table(errors: dict[str, dict[str, float]]) -> str:
+    if not errors:
+        return ""
     names = sorted({name for group in errors.values() for name in group})
     heads = [name.removesuffix("_max_error").replace("_max_error_", " in ").replace("_", " ") for name in names]
-    rows = ["| against FBGEMM CUDA | " + " | ".join(heads) + " |", "|---" * (len(names) + 1) + "|"]
+    rows = [
+        "Largest errors, as a share of the largest magnitude (or in ulp of the element where the head says so). Promised:",
+        "1e-5, and 2 ulp for fp16 weights.",
+        "",
+        "| against FBGEMM CUDA | " + " | ".join(heads) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
     for group, values in sorted(errors.items()):
         rows.append(f"| {group} | " + " | ".join(f"{values[n]:.2g}" if n in values else "" for n in names) + " |")
-    return "\n".join(rows)
+    return "\n".join([*rows, ""])
 
 
 def run_demo(arguments: list[str]) -> tuple[int, str, str]:
@@ -124,11 +132,7 @@ Outcome: {verdict}.
 
 {outcome_table(outcomes)}
 
-Largest errors, as a share of the largest magnitude (or in ulp of the element where the head says so). Promised: 1e-5,
-and 2 ulp for fp16 weights.
-
 {error_table(errors)}
-
 ## Demo
 
 {demo_command}
