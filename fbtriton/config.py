@@ -378,7 +378,7 @@ def select_fused(target: Target, block_dims: tuple[int, ...], deterministic: boo
         _warn_of_missing_tlx(target.name)
         return None
     # Two tiles for each program of one warp that a multiprocessor holds. Not measured; on an H200, which has no cluster
-    # launch control, one launch is slower than apart: bench/results/nvidia-h200/tlx-2026-11-30.md.
+    # launch control, one launch is mostly slower than apart: bench/results/nvidia-h200/tlx-2026-11-30.md.
     chosen = FusedConfig(clc=True, reduce=not deterministic, programs_per_multiprocessor=64)
     for config in (chosen, replace(chosen, reduce=False)):
         if config.fits(block_dims):
