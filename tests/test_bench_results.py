@@ -258,11 +258,16 @@ def test_the_page_on_blackwell_is_what_the_records_say(tmp_path):
     assert (tmp_path / "page.md").read_text() == committed
 
 
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, store.ROOT / "tools" / f"{name}.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
 def test_the_record_of_long_runs():
     """What pytest printed is read, and the page is what its data says, but for the notes."""
-    spec = importlib.util.spec_from_file_location("tlx_record", store.ROOT / "tools" / "tlx_record.py")
-    tlx_record = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tlx_record)
+    tlx_record = load_tool("tlx_record")
     printed = (
         "71.27s call     tests/test_tlx.py::test_contention[128-torch.float16-1-slots]\n"
         "5.98s setup    tests/test_tlx.py::test_contention[64-torch.float32-1-reduce]\n"
@@ -285,3 +290,15 @@ def test_sizes_of_long_runs():
     sizes = long_run_sizes(workload, Request(indices, torch.tensor([0, 50, 81, 121, 152, 452, 452]), None))
     # The sorted entries of the long runs are [0, 90) and [152, 452); cuts are at 256 and 384.
     assert sizes == {"ids": 452, "in long runs": 390, "long runs": 2, "pieces": 4}
+
+
+def test_what_compute_sanitizer_printed():
+    """Of several processes; a tool that said nothing, or tests that failed, are not clean."""
+    sanitize = load_tool("sanitize")
+    clean = "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n4 passed, 2 skipped in 3.10s\n"
+    assert sanitize.read_output(clean) == {"found": 0, "tests": "4 passed, 2 skipped"}
+    assert sanitize.is_clean(sanitize.read_output(clean))
+    several = "1 failed, 3 passed in 1.00s\n== ERROR SUMMARY: 2 errors\n== ERROR SUMMARY: 1 error\n"
+    assert sanitize.read_output(several) == {"found": 3, "tests": "1 failed, 3 passed"}
+    for text in (several, "4 passed in 3.10s\n", "== ERROR SUMMARY: 0 errors\n", clean.replace("4 passed", "1 failed")):
+        assert not sanitize.is_clean(sanitize.read_output(text))
