@@ -37,7 +37,7 @@ TEST_ENVIRONMENT = $(call ENVIRONMENT,test bench $(if $(TORCHREC),torchrec) $(if
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo demo-torchrec test test-torchrec tlx-env test-tlx b200 test-triton36 test-newest lint typecheck format \
-	bench bench-tiny bench-occupancy compile-all gpu-record \
+	bench bench-tiny bench-occupancy compile-all gpu-record sanitize \
 	info clean
 
 help:  ## list the commands
@@ -124,6 +124,10 @@ gpu-record:  ## on a GPU: all tests, parity with FBGEMM and the demo, into bench
 	@$(TEST_ENVIRONMENT)
 	@$(call ENVIRONMENT,demo)
 	@$(RUN) tools/gpu_record.py $(RECORD_ARGS)
+
+sanitize:  ## on a GPU: tests under compute-sanitizer; PYTEST_ARGS='tests/test_operator.py -k test_dims'
+	@$(TEST_ENVIRONMENT)
+	@$(RUN) tools/sanitize.py $(or $(PYTEST_ARGS),tests/test_tlx.py -k lengths)
 
 info:  ## print the versions in use and the routes taken
 	@$(TEST_ENVIRONMENT)
