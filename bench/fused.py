@@ -19,6 +19,7 @@ from bench.providers import Fbtriton
 from bench.workloads import Request, Workload, make_requests
 from fbtriton import tlx
 from fbtriton.config import FusedConfig, force_config, select_long_run
+from fbtriton.layout import TableLayout
 
 KERNELS = (
     "grad_accum_kernel", "add_groups_kernel", "apply_kernel", "clear_rows_kernel",
@@ -45,7 +46,8 @@ def variants(block_dims: tuple[int, ...]) -> dict[str, FusedConfig | bool]:
 def long_run_sizes(workload: Workload, request: Request) -> dict[str, int]:
     """How many ids of a request are in long runs, and how many runs and pieces those are."""
     config = select_long_run(workload.dims[0])
-    first_rows = [sum(workload.rows[:table]) for table in workload.feature_tables]
+    layout = TableLayout(workload.rows, workload.dims, workload.feature_tables, itemsize=2)  # keys do not depend on it
+    first_rows = [layout.key_bases[table] for table in workload.feature_tables]
     ends = request.offsets[torch.tensor(workload.samples).cumsum(0).to(request.offsets.device)].tolist()
     keys = request.indices.to(torch.int64, copy=True)
     for first_row, start, end in zip(first_rows, [0, *ends], ends, strict=False):

@@ -148,8 +148,8 @@ puts Meta's fork of Triton in Triton's place. `make b200` first tests what needs
 control against the reference and against the kernels apart, contention, replayed graphs. Then it times long runs in
 every variant (`bench/results/fused.json`), and all workloads beside FBGEMM (a file under `bench/results/nvidia-b200/`,
 of which `python -m bench report FILE` makes a page). Weights that differ must be few: with ordered slots they can be
-rounded otherwise than apart, where the compiler fuses other multiplications and additions, and with TMA sums have
-another order. Two runs with ordered slots must agree to the bit.
+rounded otherwise than apart, as the slots of a group are added in another order and the update is compiled twice, and
+with TMA no order is fixed. Two runs with ordered slots must agree to the bit.
 
 On an H200 the kernels apart are faster than one launch, but for two workloads with few pieces, where it is up to 6 %
 faster. With the fork a B200 takes long runs in one launch all the same; if the times say there what they say on the

@@ -124,7 +124,7 @@ class LongRunConfig:
     """Long runs: pieces of about one length, then a tree over their partial gradients."""
 
     threshold: int = 32  # entries from which a run is long
-    piece_length: int = 128  # entries; the first piece of a run and the last are longer or shorter, by the threshold
+    piece_length: int = 128  # entries; a first or last piece has as many as the threshold or more, and fewer than both
     fan_in: int = 64  # partial gradients that one program of one level adds
     rows_per_step: int = 8
     unroll: int = 2  # gradients of each lane that are loaded before they are added

@@ -231,9 +231,10 @@ def test_empty(lengths, padding, device):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-@pytest.mark.parametrize("run_length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 100])
+@pytest.mark.parametrize("run_length", [1, 2, 7, 8, 9, 16, 22, 23, 24, 38, 39, 40, 54, 55, 100])
 def test_run_lengths_around_the_threshold(run_length, optimizer, device):
-    """One row that occurs run_length times, between runs of one entry, with threshold 8 and pieces of 16."""
+    """One row that occurs run_length times, between runs of one entry, with threshold 8 and pieces of 16: another piece
+    from 23, 39 and 55 on."""
     case = Case(rows=(20,), dims=(8,), feature_tables=(0,), lengths=((run_length + 2,),), optimizer=optimizer)
     module, grad = case.build(device), case.gradient(device)
     batch = case.batch(device)
@@ -300,8 +301,9 @@ def test_everything_pruned(device):
     check(Case(pruned=1.0, weighted=True, sample_grad=True), device)
 
 
-def test_result_does_not_depend_on_the_grid(device):
+def test_result_does_not_depend_on_the_grid(device, monkeypatch):
     """Bitwise: fixed grids only hand out work."""
+    monkeypatch.setattr("fbtriton.launch.LEAST_PROGRAMS", 0)  # of each bucket
     case = Case(rows=(30, 5), dims=(12, 8), lengths=((20, 9), (30, 2)), hot=0.4, weights_dtype=torch.float16)
     results = []
     for programs in (1, 4, 16):
@@ -310,8 +312,11 @@ def test_result_does_not_depend_on_the_grid(device):
             linearise=LineariseConfig(block=8 * programs, ways=4),
             runs=RunsConfig(block=8, programs_per_multiprocessor=programs),
             short_run=ShortRunConfig(runs_per_tile=2, num_warps=1, programs_per_multiprocessor=programs),
-            long_run=LongRunConfig(threshold=4, piece_length=8, rows_per_step=2, programs_per_multiprocessor=programs),
+            long_run=LongRunConfig(
+                threshold=4, piece_length=4, fan_in=2, rows_per_step=2, programs_per_multiprocessor=programs
+            ),
         )
+        monkeypatch.setattr("fbtriton.backward.long_run.GROUPS_OF_A_MULTIPROCESSOR", programs)
         with forced:
             results.append(check(case, device))
     for other in results[1:]:

@@ -124,6 +124,7 @@ def check_tables(tables, keys_of_entries, num_slots, long_run, spec):
             LongRunConfig(threshold=5, piece_length=8, fan_in=2, rows_per_step=1),
             LongRunConfig(threshold=1, piece_length=1, fan_in=3, rows_per_step=1),
             LongRunConfig(threshold=3, piece_length=3, fan_in=64, rows_per_step=1),
+            LongRunConfig(threshold=5, piece_length=2, fan_in=2, rows_per_step=1),
         ]
     ),
 )

@@ -58,13 +58,14 @@ def test_rows_are_copied_and_trained(dim, weights_dtype, any_device):
 @pytest.mark.parametrize("offset_dtype", [torch.int32, torch.int64], ids=str)
 def test_equals_pooling_of_bags_of_one_id(index_dtype, offset_dtype, any_device):
     """Steps of row-wise Adagrad, in which rows have runs of two pieces: the same bits as summing bags of one id."""
-    features, size = [0, 1, 0], 24
+    features, size = [0, 1, 0], 48
     unpooled = make(any_device, features=features, rows=(5, 6), optimizer=RowwiseAdagrad(0.1))
     pooled = make(any_device, features=features, rows=(5, 6), optimizer=RowwiseAdagrad(0.1), pooling="sum")
     with force_config(long_run=LongRunConfig(threshold=8, piece_length=16, rows_per_step=4)):
         for seed in range(2):
             ids = torch.randint(0, 3, (3 * size,), generator=torch.Generator().manual_seed(seed)).to(index_dtype)
-            assert int(torch.bincount(torch.cat([ids[:size], ids[2 * size :]])).max()) > 16
+            most = torch.bincount(torch.cat([ids[:size], ids[2 * size :]])).max()
+            assert int(most) > 30, "then it is cut, wherever it starts"
             grad = torch.rand(3 * size, 8, generator=torch.Generator().manual_seed(seed)).to(any_device)
             ids, offsets = ids.to(any_device), torch.arange(3 * size + 1, dtype=offset_dtype, device=any_device)
             rows, bags = unpooled(ids, offsets), pooled(ids, offsets)

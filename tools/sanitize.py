@@ -40,7 +40,7 @@ def read_output(text: str) -> dict[str, Any]:
 
 
 def is_clean(result: dict[str, Any]) -> bool:
-    return result["found"] == 0 and "passed" in result["tests"] and "failed" not in result["tests"]
+    return result["found"] == 0 and "passed" in result["tests"] and not re.search("failed|error", result["tests"])
 
 
 def run(tool: str, arguments: list[str]) -> dict[str, Any]:

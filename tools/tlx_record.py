@@ -28,8 +28,6 @@ from bench.fused import APART, KERNELS, long_run_sizes  # noqa: E402
 from bench.predict import B200, H200  # noqa: E402
 from bench.workloads import make_requests, select  # noqa: E402
 
-OF_LONG_RUNS = ("expand_kernel", *KERNELS)  # the first wrote tables of pieces, until kernels searched for them
-
 NOTES = "## Notes, added by hand"
 TOTAL, DIFFERING = "long runs", "differing weights"
 PROGRAMS = 32  # of a multiprocessor, in the variant that the pieces are counted for
@@ -51,9 +49,7 @@ def times(fused: dict[str, Any]) -> dict[str, dict[str, dict[str, float | None]]
     """Of each workload and variant the kernels that long runs took."""
     return {
         workload: {
-            variant: {
-                name: us for name, us in found.items() if name in (TOTAL, DIFFERING) or (name in OF_LONG_RUNS and us)
-            }
+            variant: {name: us for name, us in found.items() if name in (TOTAL, DIFFERING) or (name in KERNELS and us)}
             for variant, found in variants.items()
         }
         for workload, variants in fused["times"].items()
@@ -79,9 +75,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def times_table(runs: dict[str, Any]) -> list[str]:
     """Every variant of every workload under every Triton."""
-    used = [
-        k for k in OF_LONG_RUNS if any(k in v for r in runs.values() for w in r["times"].values() for v in w.values())
-    ]
+    used = [k for k in KERNELS if any(k in v for r in runs.values() for w in r["times"].values() for v in w.values())]
     rows = []
     for triton, run in runs.items():
         for workload, variants in run["times"].items():

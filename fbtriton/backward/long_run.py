@@ -238,7 +238,8 @@ def grad_accum(
         )
 
 
-GROUPS_OF_A_MULTIPROCESSOR = 16
+GROUPS_OF_A_MULTIPROCESSOR = 16  # of 64 registers and four warps 8 run at once; not tuned
+MOST_WARPS = 16  # AMD's have 64 lanes, and a program at most 1024
 WARPS_OF_A_GROUP = 4  # times those of a piece: groups are few, and have many slots each
 
 
@@ -252,7 +253,7 @@ def plan_add_groups(spec: OperatorSpec) -> Constants:
         THRESHOLD=config.threshold,
         PIECE=config.piece_length,
         FAN_IN=config.fan_in,
-        num_warps=WARPS_OF_A_GROUP * config.num_warps,
+        num_warps=min(MOST_WARPS, WARPS_OF_A_GROUP * config.num_warps),
     )
 
 
@@ -261,6 +262,7 @@ def add_groups(*, partials: Tensor, tables: RunTables, spec: OperatorSpec) -> No
     buckets take part in one launch, each in all columns; those past its dim are never read."""
     fan_in = long_run_configs(spec)[-1].fan_in
     slots, span = partials.shape[0], 1
+    assert slots <= 2**30, "the kernel counts pieces in int32, and its last step may go past the end"
     while slots > fan_in:
         slots = cdiv(slots, fan_in)
         launch(
