@@ -104,10 +104,10 @@ def table_of(key_tables, num_tables, key):
 def write_rows(runs, key_tables, table, key, run, starts):
     """Where the row of each run lies. key, run, starts [K]; table [K] or [1]"""
     offset_type: tl.constexpr = runs.weight_offsets.dtype.element_ty
-    shift = tl.load(key_tables.weight_shift + table).to(offset_type)
     dim = tl.load(key_tables.dim + table).to(offset_type)
+    shift = tl.load(key_tables.weight_shift + table).to(offset_type)
     product = tl.mul(key.to(offset_type), dim, sanitize_overflow=False)  # may pass the type's range; the sum comes back
-    tl.store(runs.weight_offsets + run, tl.add(product, shift, sanitize_overflow=False), mask=starts)
+    tl.store(runs.weight_offsets + run, tl.add(shift, product, sanitize_overflow=False), mask=starts)
     state_type: tl.constexpr = runs.state_rows.dtype.element_ty
     state_row = tl.load(key_tables.state_shift + table).to(state_type) + key.to(state_type)
     tl.store(runs.state_rows + run, state_row, mask=starts)
