@@ -125,6 +125,13 @@ STAGES = {
 }  # fmt: skip
 
 
+def test_programs_of_wide_rows_are_no_larger_than_amd_has():
+    """A warp has 64 lanes there, and a program at most 1024."""
+    kernels = compile_variant(Variant((4096,)), *AMD[0])
+    assert kernel_names(kernels) == STAGES
+    assert max(kernel.metadata.num_warps for kernel in kernels) == 16
+
+
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("dtype, dim", [(torch.float16, 128), (torch.bfloat16, 64), (torch.float32, 64)], ids=str)
 def test_rows_are_loaded_16_bytes_a_lane(dtype, dim, arch):
