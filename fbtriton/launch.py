@@ -156,18 +156,19 @@ class BucketLaunch(NamedTuple):
     num_buckets: int
     few_programs: int  # for each bucket
     most_programs: int
+    share: int
     constants: Constants
 
-    def grid(self, upper_bound: int, share: int = 1) -> tuple[int, int]:
+    def grid(self, upper_bound: int) -> tuple[int, int]:
         """`fixed_grid` for each of the buckets, which share the launch, and so the multiprocessors. Where there may be
         enough to do, a program gets `share` of it: most of the upper bound may be empty, and empty programs take time.
         """
-        programs = max(self.few_programs, cdiv(upper_bound, share))
+        programs = max(self.few_programs, cdiv(upper_bound, self.share))
         return max(1, min(self.most_programs, programs, upper_bound)), self.num_buckets
 
 
 def bucket_launches(
-    target: Target, configs: Sequence[Any], constants_of: Callable[[slice], Constants]
+    target: Target, configs: Sequence[Any], constants_of: Callable[[slice], Constants], share: int = 1
 ) -> tuple[BucketLaunch, ...]:
     """One for neighbours with as many warps and registers. configs: of each bucket; the first of a launch says how many
     programs there are. constants_of: a slice of the buckets."""
@@ -179,6 +180,6 @@ def bucket_launches(
             max(LEAST_PROGRAMS, of_multiprocessor // size) * target.multiprocessors
             for of_multiprocessor in (FEW_PROGRAMS, of_group[0].programs_per_multiprocessor)
         )
-        launches.append(BucketLaunch(first, size, few, most, constants_of(slice(first, first + size))))
+        launches.append(BucketLaunch(first, size, few, most, share, constants_of(slice(first, first + size))))
         first += size
     return tuple(launches)

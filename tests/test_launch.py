@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fbtriton import launch as launching
-from fbtriton.config import backend, kernels_on_cpu
+from fbtriton.config import LongRunConfig, Target, backend, kernels_on_cpu
+from fbtriton.launch import Constants, bucket_launches
 
 
 @dataclass
@@ -134,3 +135,15 @@ def test_other_device(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launching.launch(kernel, (3,), **SAME)
     assert len(kernel.compiled) == 2
+
+
+def test_programs_of_buckets():
+    """A share of the work each, but not fewer programs than start at once, nor more than the configuration has."""
+    target = Target("made", 10)
+    configs = [LongRunConfig(programs_per_multiprocessor=64)] * 2 + [LongRunConfig(num_warps=4)]
+    pair, single = bucket_launches(target, configs, lambda group: Constants(group=group), share=4)
+    assert [part.first_bucket for part in (pair, single)] == [0, 2]
+    assert [pair.constants["group"], single.constants["group"]] == [slice(0, 2), slice(2, 3)]
+    # two buckets: 8 to 32 programs of each for each of 10 multiprocessors; one: 16 to 128
+    assert [pair.grid(work) for work in (0, 7, 100, 401, 10_000)] == [(1, 2), (7, 2), (80, 2), (101, 2), (320, 2)]
+    assert [single.grid(work) for work in (100, 1000, 2000, 10_000)] == [(100, 1), (250, 1), (500, 1), (1280, 1)]

@@ -211,7 +211,7 @@ def plan_grad_accum(
             **launch_options(of_bucket[0].num_warps, registers_for(of_bucket[0].registers, chosen, spec)),
         )
 
-    return bucket_launches(target, configs, constants)
+    return bucket_launches(target, configs, constants, configs[0].pieces_per_program)
 
 
 def grad_accum(
@@ -225,7 +225,7 @@ def grad_accum(
     for part in plan_grad_accum(spec, target_of(grad_output.device), form, grad_alignments):
         launch(
             grad_accum_kernel,
-            part.grid(max_pieces, long_run_configs(spec)[0].pieces_per_program),
+            part.grid(max_pieces),
             part.constants,
             first_bucket=part.first_bucket,
             partials_ptr=partials,
@@ -300,7 +300,7 @@ def plan_apply(spec: OperatorSpec, target: Target) -> tuple[BucketLaunch, ...]:
             num_warps=of_bucket[0].num_warps,
         )
 
-    return bucket_launches(target, configs, constants)
+    return bucket_launches(target, configs, constants, configs[0].runs_per_program)
 
 
 def apply(
@@ -313,7 +313,7 @@ def apply(
     for part in plan_apply(spec, target_of(weights.device)):
         launch(
             apply_kernel,
-            part.grid(max_long, long_run_configs(spec)[0].runs_per_program),
+            part.grid(max_long),
             part.constants,
             first_bucket=part.first_bucket,
             weights_ptr=weights,
