@@ -132,6 +132,11 @@ def without_folder(argument: str) -> str:
     return Path(argument).name if argument.startswith("/") else argument
 
 
+def pytest_outcomes(text: str) -> list[str]:
+    """The last line of each run of pytest in its output, without its time."""
+    return re.findall(r"^(\d+ (?:passed|failed).*?) in [\d.]+s", text, re.MULTILINE)
+
+
 def new_results(commit_hash: str | None, options: dict[str, Any], workloads: Iterable[Workload]) -> dict[str, Any]:
     """A result without records."""
     arguments = [

@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.results import pytest_outcomes
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = {
     "memcheck": "accesses outside of memory, or not aligned",
@@ -29,13 +31,12 @@ TOOLS = {
 }
 OPTIONS = {"memcheck": ["--report-api-errors", "no"]}  # libraries ask the driver for entry points that it lacks
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) ", re.MULTILINE)
-OUTCOME = re.compile(r"^(\d+ (?:passed|failed).*?) in [\d.]+s", re.MULTILINE)
 
 
 def read_output(text: str) -> dict[str, Any]:
     """What the tool counted in all processes, None where it said nothing, and what pytest did."""
     counts = SUMMARY.findall(text)
-    outcomes = OUTCOME.findall(text)
+    outcomes = pytest_outcomes(text)
     return {"found": sum(map(int, counts)) if counts else None, "tests": outcomes[-1] if outcomes else "did not finish"}
 
 

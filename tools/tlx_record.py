@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.fused import APART, KERNELS, long_run_sizes  # noqa: E402
 from bench.predict import B200, H200  # noqa: E402
+from bench.results import pytest_outcomes  # noqa: E402
 from bench.workloads import make_requests, select  # noqa: E402
 
 NOTES = "## Notes, added by hand"
@@ -34,8 +35,7 @@ PROGRAMS = 32  # of a multiprocessor, in the variant that the pieces are counted
 
 
 def outcome(text: str) -> str:
-    """The last line of pytest without its time."""
-    (line,) = re.findall(r"^(\d+ (?:passed|failed).*?) in [\d.]+s", text, re.MULTILINE)
+    (line,) = pytest_outcomes(text)
     return line
 
 
